@@ -1,0 +1,49 @@
+"""One direction of point-to-point traffic between the stages of a pipeline."""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+from xpar.errors import ConfigError
+
+
+class Channel:
+    """Sends and receives inside one process group that is used for nothing else.
+
+    A send is kept, tensor and handle, until it has been waited for: dropping either hangs gloo and frees memory that
+    NCCL still reads. Messages between two ranks arrive in the order in which they were sent. Use one channel per
+    direction: on NCCL a send may last until its receive runs, and messages both ways in one communicator could wait for
+    each other in a circle.
+
+    Args:
+        group: the stages, in stage order.
+        keep: number of sends that may be under way before the oldest is waited for.
+    """
+
+    def __init__(self, group: ProcessGroup, keep: int = 16) -> None:
+        self.group, self.keep = group, keep
+        self._sends: deque[tuple[Work, torch.Tensor]] = deque()
+
+    def send(self, x: torch.Tensor, stage: int) -> None:
+        """Start to send a tensor to a stage of the group; it must not be written to afterwards."""
+        x = x.contiguous()
+        self._sends.append((_joined(dist.isend(x, group=self.group, group_dst=stage)), x))
+        while len(self._sends) > self.keep:
+            self._sends.popleft()[0].wait()
+
+    def receive(self, buffer: torch.Tensor, stage: int) -> Work:
+        """Start to receive into a contiguous buffer from a stage; wait on the returned handle before reading it."""
+        return _joined(dist.irecv(buffer, group=self.group, group_src=stage))
+
+    def flush(self) -> None:
+        """Wait for every send that is under way."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+
+def _joined(work: Work | None) -> Work:
+    if work is None:
+        raise ConfigError("this process is not in the group of its channel; build the grid on the ranks that call")
+    return work

@@ -1,0 +1,1 @@
+"""What stands between xpar's core and diffusers: plans, layers and pipelines."""

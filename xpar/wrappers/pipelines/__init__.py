@@ -1,0 +1,1 @@
+"""What surrounds the denoiser call: patch loops, replayed encoders, composed latents, random numbers."""

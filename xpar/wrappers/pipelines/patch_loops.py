@@ -1,0 +1,198 @@
+"""Runs a pipeline's own `__call__` once per patch, interleaved.
+
+Each patch has a loop: the pipeline's unchanged `__call__`, on a shallow copy of the pipeline with its own scheduler.
+Exactly one loop runs at a time and the order is fixed, so every rank does the same. The last loop runs on the caller's
+thread and on the pipeline itself, ends with the complete latents and alone decodes them.
+"""
+
+import copy
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from diffusers.configuration_utils import ConfigMixin
+from torch import nn
+
+from xpar.core.distributed.channel import Channel
+from xpar.wrappers.pipelines.callbacks import SharedCallback
+from xpar.wrappers.pipelines.encoders import EncoderReplay
+from xpar.wrappers.pipelines.patched_call import PatchedCall
+from xpar.wrappers.pipelines.random_state import RandomState, clone_generators, copy_containers
+from xpar.wrappers.pipelines.turns import LoopEnded, Turns, inherit_thread_state
+from xpar.wrappers.transformer import ParallelTransformer
+
+CALLBACK = "callback_on_step_end"
+
+
+class PatchLoops:
+    """Calls a pipeline patch by patch.
+
+    Args:
+        pipe: the pipeline.
+        transformers: its wrapped denoisers.
+        patches: number of patches M.
+        warmup: steps that run the whole sequence.
+        stages: number of pipefusion stages.
+        back: channel last stage -> other stages, None with one stage.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        transformers: Sequence[ParallelTransformer],
+        *,
+        patches: int,
+        warmup: int,
+        stages: int,
+        back: Channel | None,
+    ) -> None:
+        self.pipe, self.transformers = pipe, transformers
+        self.patches, self.warmup, self.stages, self.back = patches, warmup, stages, back
+
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        """Call the pipeline and return its output.
+
+        Raises:
+            Exception: whatever a loop raised, with the traceback of that loop.
+        """
+        device = self.pipe._execution_device
+        turns = Turns(self.patches, device)
+        call = PatchedCall(turns, patches=self.patches, warmup=self.warmup, back=self.back, stages=self.stages)
+        with ExitStack() as stack:
+            stack.enter_context(self._scheduled(call))
+            stack.enter_context(
+                EncoderReplay(self._encoders(), self._decoders(), lambda: turns.current, self.patches - 1)
+            )
+            result = self._run(call, turns, arguments, RandomState.now(device))
+            self._flush()
+        return result
+
+    def _run(self, call: PatchedCall, turns: Turns, arguments: dict[str, Any], random: RandomState) -> Any:
+        last = self.patches - 1
+        every = [self._arguments_of(loop, arguments) for loop in range(last)]
+        leading = dict(arguments)
+        if arguments.get(CALLBACK) is not None:
+            shared = SharedCallback(arguments[CALLBACK], self.pipe, turns)
+            leading = self._with_callback(leading, shared.lead)
+            every = [self._with_callback(own, shared.follow) for own in every]
+
+        def follow(loop: int) -> None:
+            try:
+                turns.begin(loop)
+                random.set()
+                pipe = self._copy_of_pipe(call)
+                type(pipe).__call__(pipe, **every[loop])
+            except LoopEnded:
+                turns.finish(loop)
+            except BaseException as error:
+                turns.finish(loop, error)
+            else:
+                turns.finish(loop)
+
+        threads = [
+            threading.Thread(
+                target=inherit_thread_state(functools.partial(follow, loop)), name=f"xpar-patch-{loop}", daemon=True
+            )
+            for loop in range(last)
+        ]
+        result = None
+        try:
+            for thread in threads:
+                thread.start()
+            turns.start()
+            turns.begin(last)
+            random.set()
+            result = type(self.pipe).__call__(self.pipe, **leading)
+        except LoopEnded:
+            pass
+        finally:
+            turns.stop()
+            for thread in threads:
+                thread.join()
+        if turns.error is not None:
+            raise turns.error
+        return result
+
+    @contextmanager
+    def _scheduled(self, call: PatchedCall) -> Iterator[None]:
+        """Denoiser calls and scheduler steps go through `call`; afterwards the pipeline is as before."""
+        schedulers = [c for c in self.pipe.components.values() if hasattr(c, "step") and not isinstance(c, nn.Module)]
+        for scheduler in schedulers:
+            scheduler.__dict__["step"] = _composing(scheduler.step, call)
+        for transformer in self.transformers:
+            transformer.schedule = call
+        try:
+            yield
+        finally:
+            for scheduler in schedulers:
+                scheduler.__dict__.pop("step", None)
+            for transformer in self.transformers:
+                transformer.schedule = None
+
+    def _copy_of_pipe(self, call: PatchedCall) -> Any:
+        """A shallow copy for one loop: models are shared; schedulers and guiders, which a loop changes, are its own."""
+        pipe = copy.copy(self.pipe)
+        for name, component in self.pipe.components.items():
+            if isinstance(component, nn.Module) or not isinstance(component, ConfigMixin):
+                continue
+            composed = component.__dict__.pop("step", None)
+            try:
+                own = copy.deepcopy(component)
+            finally:
+                if composed is not None:
+                    component.__dict__["step"] = composed
+            if composed is not None:
+                own.__dict__["step"] = _composing(own.step, call)
+            pipe.__dict__[name] = own
+        pipe._progress_bar_config = {**getattr(self.pipe, "_progress_bar_config", {}), "disable": True}
+        return pipe
+
+    def _arguments_of(self, loop: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments for a loop other than the last: own generators in the same state, own containers."""
+        own = {name: clone_generators(copy_containers(value)) for name, value in arguments.items()}
+        if own.get("callback") is not None:  # the older form of callback, called by the last loop alone
+            own["callback"] = None
+        return own
+
+    @staticmethod
+    def _with_callback(arguments: dict[str, Any], function: Any) -> dict[str, Any]:
+        user = arguments[CALLBACK]
+        arguments = {**arguments, CALLBACK: function}
+        if hasattr(user, "tensor_inputs"):  # a PipelineCallback says itself which tensors it wants
+            arguments["callback_on_step_end_tensor_inputs"] = user.tensor_inputs
+        return arguments
+
+    def _encoders(self) -> list[tuple[nn.Module, str]]:
+        denoisers = [transformer.module for transformer in self.transformers]
+        found: list[tuple[nn.Module, str]] = []
+        for module in self.pipe.components.values():
+            if isinstance(module, nn.Module) and not any(module is d for d in denoisers):
+                found.append((module, "encode" if hasattr(module, "decode") else "forward"))
+        return [(module, method) for module, method in found if hasattr(module, method)]
+
+    def _decoders(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (m, "decode") for m in self.pipe.components.values() if isinstance(m, nn.Module) and hasattr(m, "decode")
+        ]
+
+    def _flush(self) -> None:
+        for channel in {id(c): c for c in (self.back, *(t.stage.forward for t in self.transformers))}.values():
+            if channel is not None:
+                channel.flush()
+
+
+def _composing(step: Any, call: PatchedCall) -> Any:
+    """A scheduler's `step` whose new latents are composed over the patch loops."""
+
+    @functools.wraps(step)
+    def composed(*args: Any, **kwargs: Any) -> Any:
+        sample = kwargs["sample"] if "sample" in kwargs else args[2]
+        result = step(*args, **kwargs)
+        if isinstance(result, tuple):
+            return (call.compose(result[0], sample), *result[1:])
+        result.prev_sample = call.compose(result.prev_sample, sample)
+        return result
+
+    return composed
