@@ -128,8 +128,8 @@ def check_freeable(name: str, block: nn.Module) -> None:
     for key, parameter in block.named_parameters():
         if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
             raise UnsupportedError(
-                f"{name}.{key} is a {type(parameter).__name__}: pipefusion_degree > 1 frees the blocks of other stages, "
-                "which is only known to be right for plain parameters; use ulysses_degree or ring_degree instead"
+                f"{name}.{key} is a {type(parameter).__name__}: pipefusion_degree > 1 frees the blocks of other "
+                "stages, which is only known to be right for plain parameters; use ulysses_degree or ring_degree"
             )
 
 

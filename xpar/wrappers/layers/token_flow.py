@@ -111,7 +111,8 @@ class TokenFlow:
         expected = sum(self.partition.length(name) for name in tokens.streams)
         if x.ndim <= tokens.dim or x.shape[tokens.dim] != expected:
             raise UnsupportedError(
-                f"{what} of shape {tuple(x.shape)} should have {expected} tokens of {tokens.streams} in dim {tokens.dim}"
+                f"{what} of shape {tuple(x.shape)} should have the {expected} tokens of {tokens.streams} in dim "
+                f"{tokens.dim}"
             )
         return self.partition.cut(x, tokens.dim, tokens.streams, self.view.patch, self.groups.index)
 

@@ -1,4 +1,4 @@
-"""Plan of FluxTransformer2DModel (FLUX.1): joint attention of text and image, double-stream then single-stream blocks."""
+"""Plan of FluxTransformer2DModel (FLUX.1): joint attention of text and image, double then single blocks."""
 
 from xpar.wrappers.models.plan import ModelPlan, Tokens
 

@@ -9,7 +9,7 @@ after the last block the tokens are gathered, so embeddings, rotary tables, outp
         blocks=("transformer_blocks", "single_transformer_blocks"),    # ModuleLists, in execution order
         streams=("hidden_states", "encoder_hidden_states"),            # block arguments [B, S, C], main stream first
         returns=("encoder_hidden_states", "hidden_states"),            # order in which a block returns them
-        attention={"attn": ("encoder_hidden_states", "hidden_states")},  # module inside a block: streams as it joins them
+        attention={"attn": ("encoder_hidden_states", "hidden_states")},  # module in a block: streams in its order
         per_token={"image_rotary_emb": Tokens(dim=0, streams=("encoder_hidden_states", "hidden_states"))},
     )
 """
@@ -114,7 +114,7 @@ class ModelPlan:
             missing = [key for key in keys if key not in parameters]
             if missing:
                 raise UnsupportedError(
-                    f"{name}: {kind} {missing} of the plan are no arguments of its blocks, which take {sorted(parameters)}."
+                    f"{name}: {kind} {missing} of the plan are no arguments of its blocks: {sorted(parameters)}."
                 )
         unmatched = [pattern for pattern in self.attention if pattern not in matched]
         if unmatched:

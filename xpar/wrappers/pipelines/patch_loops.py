@@ -86,7 +86,7 @@ class PatchLoops:
                 type(pipe).__call__(pipe, **every[loop])
             except LoopEnded:
                 turns.finish(loop)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
                 turns.finish(loop, error)
             else:
                 turns.finish(loop)

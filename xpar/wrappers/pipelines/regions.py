@@ -91,8 +91,9 @@ class Regions:
             owner = self.owners[0]
             if latents.ndim != owner.ndim or any(n > m for n, m in zip(latents.shape, owner.shape, strict=True)):
                 raise UnsupportedError(
-                    f"scheduler.step was given latents of shape {tuple(latents.shape)}, which are no leading part of the "
-                    f"denoiser's output of shape {tuple(owner.shape)}; num_patches > 1 is not supported for this pipeline"
+                    f"scheduler.step was given latents of shape {tuple(latents.shape)}, which are no leading part of "
+                    f"the denoiser's output of shape {tuple(owner.shape)}; num_patches > 1 is not supported for this "
+                    "pipeline"
                 )
             part = owner[tuple(slice(0, n) for n in latents.shape)]
             self._masks[latents.shape] = torch.stack([part == index for index in range(self.patches)])

@@ -1,0 +1,100 @@
+"""One FLUX picture from many processes: the example to start from.
+
+    torchrun --nproc_per_node=4 examples/flux.py --ulysses_degree 2 --pipefusion_degree 2
+    torchrun --nproc_per_node=8 examples/flux.py --ulysses_degree 4 --pipefusion_degree 2 \
+        --model black-forest-labs/FLUX.1-dev --height 1024 --width 1024 --guidance_scale 3.5
+
+The product of the degrees is the number of processes. Without --model a small checkpoint that comes with this
+repository is used; it paints coloured shapes, on CPUs within seconds.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from diffusers import FluxPipeline
+from PIL import Image
+
+from xpar import EngineConfig, Parallel
+
+TINY_FLUX = Path(__file__).parent / "assets" / "tiny-flux"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """What to paint, and one flag for each field of EngineConfig."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(TINY_FLUX), help="folder or hub id of a FLUX checkpoint")
+    parser.add_argument("--prompt", default="a red circle on a white background at the top left")
+    parser.add_argument("--height", type=int, default=256)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--num_inference_steps", type=int, default=28)
+    parser.add_argument("--guidance_scale", type=float, default=3.5)
+    parser.add_argument("--max_sequence_length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("flux.png"))
+    parser.add_argument("--compare", action="store_true", help="paint it in one process too (always with tiny-flux)")
+    EngineConfig.add_arguments(parser)
+    return parser.parse_args()
+
+
+def load(model: str) -> FluxPipeline:
+    """The stock pipeline, on this process's GPU or on the CPU."""
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.disable_progress_bar()  # each process would draw one for each file that it loads
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return FluxPipeline.from_pretrained(model, dtype=torch.bfloat16).to("cuda")
+    return FluxPipeline.from_pretrained(model, dtype=torch.float32)
+
+
+def paint(pipe: FluxPipeline | Parallel, args: argparse.Namespace) -> tuple[Image.Image, float]:
+    """One call, the same for the plain and for the parallel pipeline; the picture and the seconds it took."""
+    start = time.perf_counter()
+    output = pipe(
+        prompt=args.prompt,
+        height=args.height,
+        width=args.width,
+        num_inference_steps=args.num_inference_steps,
+        guidance_scale=args.guidance_scale,
+        max_sequence_length=args.max_sequence_length,
+        generator=torch.Generator().manual_seed(args.seed),
+    )
+    return output.images[0], time.perf_counter() - start
+
+
+def difference(image: Image.Image, reference: Image.Image) -> str:
+    """How far two pictures are apart, on the scale 0..255."""
+    delta = np.asarray(image, dtype=np.float64) - np.asarray(reference, dtype=np.float64)
+    error = float((delta**2).mean())
+    psnr = f"PSNR {10 * np.log10(255**2 / error):.1f} dB" if error else "no pixel differs"
+    return f"{psnr}, largest difference {int(abs(delta).max())} of 255"
+
+
+def main() -> None:
+    """Paint on all processes; the first one saves, and compares with one process."""
+    args = parse_arguments()
+    config = EngineConfig.from_arguments(args)
+    with Parallel(load(args.model), config) as parallel:
+        image, seconds = paint(parallel, args)
+    is_main = parallel.is_main
+    del parallel  # its pipeline may fill a GPU
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if not is_main:
+        return
+    image.save(args.output)
+    print(f"{args.output.resolve()}: {image.width}x{image.height}, {seconds:.2f} s on {config.world_size} process(es)")
+    if args.compare or args.model == str(TINY_FLUX):
+        # After the parallel call: the other processes have nothing left to wait for.
+        reference, seconds = paint(load(args.model), args)
+        print(f"one process: {seconds:.2f} s; {difference(image, reference)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What runs on tensors and process groups; nothing here imports diffusers."""

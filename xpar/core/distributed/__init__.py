@@ -1,0 +1,1 @@
+"""The rank grid, its process groups and what is sent over them."""

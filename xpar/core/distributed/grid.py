@@ -1,0 +1,167 @@
+"""`RankGrid`: where this rank sits in the grid, who shares each axis with it, and the groups to reach them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from xpar.config import EngineConfig
+from xpar.core.distributed import launch
+from xpar.core.distributed.config_agreement import agree_on_config
+from xpar.core.distributed.group_factory import GroupFactory
+from xpar.core.distributed.layout import Axis, GridLayout
+from xpar.core.distributed.span import Span, find_span
+
+__all__ = ["Axis", "RankGrid"]
+
+
+class RankGrid:
+    """The processes of one `Parallel` as a grid with the axes dp, cfg, pipefusion, ring and ulysses.
+
+    Build it with `RankGrid.build`, on every rank of the grid; `close` destroys the groups that it made and
+    nothing else. Grids are independent: several may live in one process. All ranks below are global ranks,
+    which is what `dist.send(dst=...)` takes; the position in a group is the coordinate along its axis.
+    """
+
+    def __init__(self, layout: GridLayout, ranks: tuple[int, ...], index: int, timeout: timedelta) -> None:
+        self.layout = layout
+        self.ranks = ranks
+        """Global rank by grid index."""
+        self.index = index
+        """Position of this rank in the grid."""
+        self.timeout = timeout
+        """Time-out of every group of this grid."""
+        self.all_ranks: dist.ProcessGroup | None = None
+        """Group of the whole grid; None when it has one rank."""
+        self.pipefusion_back: dist.ProcessGroup | None = None
+        """Same ranks as `pipefusion_forward`; carries only what the last stage sends to the others."""
+        self._groups: dict[Axis, dist.ProcessGroup] = {}
+        self._factory: GroupFactory | None = None
+        self._mesh: DeviceMesh | None = None
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> RankGrid:
+        """Build the grid that `config` asks for over `mesh`, over `group`, or over all processes.
+
+        Every rank of the grid must call this; other ranks of the job need not. With all degrees 1 and no
+        process group nothing of torch.distributed is touched. Under torchrun a missing default process group
+        is initialised; it then belongs to the process, as if the script had made it (`launch.start` says why).
+
+        Args:
+            config: the degrees and the time-out.
+            mesh: 1-D without names, or with dim names that are axes; an axis that it lacks has size 1.
+            group: ranks are laid out in the order of the group.
+            device: where the pipeline lives; only used to choose a backend when none is initialised.
+
+        Raises:
+            ConfigError: degrees, processes, mesh and group do not fit together.
+            RankMismatchError: the ranks have different configurations.
+            CommTimeoutError, PeerFailedError: not all ranks of the grid took part.
+        """
+        layout, timeout = GridLayout.of(config), timedelta(seconds=config.timeout)
+        if not launch.is_initialized():
+            if mesh is None and group is None and layout.size == 1 and not launch.is_launched():
+                return cls(layout, (0,), 0, timeout)
+            launch.start(config, device)
+        span = find_span(config, mesh, group)
+        # Before the sizes are compared: a rank that left now would keep a better configured one waiting.
+        token = agree_on_config(config, span) if len(span.ranks) > 1 else ""
+        config.check_world_size(len(span.ranks))
+        grid = cls(layout, span.ranks, span.ranks.index(dist.get_rank()), timeout)
+        grid._make_groups(span, token)
+        return grid
+
+    def _make_groups(self, span: Span, token: str) -> None:
+        """Make all groups, in one order on all ranks: the grid, then axis by axis, pipefusion twice."""
+        if self.world_size == 1:
+            return
+        self._factory = factory = GroupFactory(span, self.timeout, token)
+        try:
+            self.all_ranks = factory.make("all", [range(self.world_size)])
+            for axis in Axis:
+                if self.size(axis) > 1:
+                    self._groups[axis] = factory.make(axis, self.layout.slices(axis))
+            if self.size(Axis.PIPEFUSION) > 1:
+                # A communicator for each direction: large messages on one could wait on each other in a circle.
+                self.pipefusion_back = factory.make("pipefusion_back", self.layout.slices(Axis.PIPEFUSION))
+        except BaseException:
+            factory.destroy()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the grid."""
+        return self.layout.size
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.ranks[self.index]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first rank of the grid, the one to print and to save."""
+        return self.index == 0
+
+    @property
+    def pipefusion_forward(self) -> dist.ProcessGroup | None:
+        """The pipefusion axis group; point-to-point traffic on it only goes from a stage to the next."""
+        return self.group(Axis.PIPEFUSION)
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along `axis`."""
+        return self.layout.axis_size(axis)
+
+    def coordinate(self, axis: Axis) -> int:
+        """Coordinate of this rank along `axis`."""
+        return self.layout.coordinate(self.index, axis)
+
+    def axis_ranks(self, axis: Axis) -> tuple[int, ...]:
+        """Global ranks that differ from this one in `axis` only, by coordinate."""
+        return tuple(self.ranks[index] for index in self.layout.members(self.index, axis))
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Process group of `axis_ranks(axis)`; None when that is this rank alone."""
+        return self._groups.get(axis)
+
+    def next(self, axis: Axis) -> int:
+        """Global rank of the next coordinate along `axis`; the last one is followed by the first."""
+        return self.axis_ranks(axis)[(self.coordinate(axis) + 1) % self.size(axis)]
+
+    def previous(self, axis: Axis) -> int:
+        """Global rank of the previous coordinate along `axis`; the first one is preceded by the last."""
+        return self.axis_ranks(axis)[self.coordinate(axis) - 1]
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The axes of size > 1 as a DeviceMesh over this grid's groups; None when the grid has one rank."""
+        if self._mesh is None and self._groups:
+            self._mesh = self._make_mesh()
+        return self._mesh
+
+    def _make_mesh(self) -> DeviceMesh:
+        axes = [axis for axis in Axis if axis in self._groups]
+        groups = [self._groups[axis] for axis in axes]
+        device_type = "cuda" if dist.get_backend(groups[0]) == "nccl" else "cpu"
+        names = tuple(str(axis) for axis in axes)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+        ranks = torch.tensor(self.ranks).view([self.size(axis) for axis in axes])
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+    def close(self) -> None:
+        """Destroy the groups that this grid made, in the same order on each rank; calling it again is fine."""
+        self._mesh = self.all_ranks = self.pipefusion_back = None
+        self._groups.clear()
+        if self._factory is not None:
+            self._factory.destroy()

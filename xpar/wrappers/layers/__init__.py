@@ -1,0 +1,1 @@
+"""Wrappers around attention modules and blocks, and the state of one forward."""
