@@ -27,7 +27,7 @@ format: $(READY)
 	$(PYTHON) -m ruff format .
 
 bench: $(READY)
-	$(PYTHON) -m benchmarks
+	$(PYTHON) benchmarks/speed.py
 
 # Made anew when a pin changes. The first Python that runs and is new enough is taken: a version manager's shim may
 # be on the path without a version behind it.

@@ -1,10 +1,14 @@
 """Pools of gloo ranks, started when a test first uses one and ended with the session."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.dist.pool import RankPool
+
+# Tiny models on two threads wait for each other longer than they compute; set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _pool(size: int) -> Iterator[RankPool]:

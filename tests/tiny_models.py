@@ -24,6 +24,8 @@ from diffusers import (
 from torch import nn
 
 FAMILIES = ("flux", "sd3", "qwen", "wan")
+KINDS = ("flux", "sd3", "qwen", "qwen_edit", "wan", "wan_i2v", "wan_ti2v")
+GRIDS = {24: (1, 4, 6), 25: (1, 5, 5), 27: (3, 3, 3), 45: (3, 3, 5)}
 
 
 def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -100,11 +102,12 @@ def transformer(kind: str, heads: int = 6, layers: int = 2) -> nn.Module:
     return randomise(model)
 
 
-def inputs(kind: str, grid: tuple[int, int] = (4, 6), text: int = 7, batch: int = 1, seed: int = 1) -> dict[str, Any]:
-    """Arguments for a forward over `grid` image tokens (Wan: three frames of it)."""
+def inputs(kind: str, tokens: int = 24, text: int = 7, batch: int = 1, seed: int = 1) -> dict[str, Any]:
+    """Arguments for a forward over a number of image tokens, one of the keys of GRIDS (Wan: frames, height, width)."""
     generator = torch.Generator().manual_seed(seed)
-    height, width = grid
-    tokens = height * width
+    frames, height, width = GRIDS[tokens]
+    if not kind.startswith("wan"):
+        height *= frames
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -143,14 +146,14 @@ def inputs(kind: str, grid: tuple[int, int] = (4, 6), text: int = 7, batch: int 
             img_shapes=[shapes] * batch,
         )
     arguments = dict(
-        hidden_states=rand(batch, 4, 3, 2 * height, 2 * width),
+        hidden_states=rand(batch, 4, frames, 2 * height, 2 * width),
         encoder_hidden_states=rand(batch, 512 if kind == "wan_i2v" else text, 16),
         timestep=times(1000.0),
     )
     if kind == "wan_i2v":
         arguments["encoder_hidden_states_image"] = rand(batch, 257, 4)
     if kind == "wan_ti2v":
-        arguments["timestep"] = 1000 * torch.rand(batch, 3 * tokens, generator=generator)
+        arguments["timestep"] = 1000 * torch.rand(batch, tokens, generator=generator)
     return arguments
 
 
@@ -221,7 +224,9 @@ def video_vae(cls: type) -> nn.Module:
     return randomise(model)
 
 
-def call_arguments(family: str, text: int = 7, batch: int = 1, steps: int = 4, seed: int = 2, **more: Any) -> dict[str, Any]:
+def call_arguments(
+    family: str, text: int = 7, batch: int = 1, steps: int = 4, seed: int = 2, **more: Any
+) -> dict[str, Any]:
     """Arguments for a call of `pipeline(family)`, with guidance; the generator is fresh in each."""
     draw = torch.Generator().manual_seed(seed)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from tests.dist.recorder import recorded
 from tests.dist.pool import RankPool
 from xpar.core.distributed.collectives import all_gather_uneven
 from xpar.core.long_ctx_attention import (
@@ -200,58 +201,11 @@ def test_the_named_fallback_kernel_is_as_right(pool: RankPool, split: tuple[int,
     assert_equal_to_plain(pool, split, cases, backend="math")
 
 
-class Traffic:
-    """What this rank sends, seen at `torch.distributed`: calls by name and elements that leave the rank."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
-        self.elements = 0
-        self._stack: list[Any] = []
-
-    def _count(self, name: str, elements: int) -> None:
-        self.calls[name] = self.calls.get(name, 0) + 1
-        self.elements += elements
-
-    def __enter__(self) -> "Traffic":
-        all_to_all, batch, gather = dist.all_to_all_single, dist.batch_isend_irecv, dist.all_gather_single
-
-        def count_all_to_all(out: Tensor, x: Tensor, out_sizes: Any, sizes: Any, group: ProcessGroup) -> None:
-            self._count("all_to_all", sum(sizes) - sizes[dist.get_rank(group)])
-            all_to_all(out, x, out_sizes, sizes, group=group)
-
-        def count_batch(ops: list[dist.P2POp]) -> Any:
-            self._count("ring exchange", sum(op.tensor.numel() for op in ops if op.op is dist.isend))
-            return batch(ops)
-
-        def count_gather(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
-            self._count("all_gather", out.numel() - x.numel())
-            gather(out, x, group=group)
-
-        wrapped = {
-            "all_to_all_single": count_all_to_all,
-            "batch_isend_irecv": count_batch,
-            "all_gather_single": count_gather,
-        }
-        for name, function in wrapped.items():
-            patch = mock.patch.object(dist, name, function)
-            patch.start()
-            self._stack.append(patch)
-        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "all_to_all"):
-            patch = mock.patch.object(dist, name, side_effect=AssertionError(f"{name} must not be used"))
-            patch.start()
-            self._stack.append(patch)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._stack:
-            patch.stop()
-
-
 def traffic_on_rank(split: tuple[int, int], tokens: int, heads: int, mask_name: str) -> tuple[dict[str, int], int]:
     with groups_of(split) as (ulysses, ring):
         layout = TokenLayout.even(tokens, *split)
         local = [torch.randn(1, heads, layout.lengths[dist.get_rank()], D) for _ in range(3)]
-        with Traffic() as traffic:
+        with recorded() as recorder:
             usp_attention(
                 *local,
                 layout,
@@ -260,7 +214,7 @@ def traffic_on_rank(split: tuple[int, int], tokens: int, heads: int, mask_name: 
                 mask=make_mask(mask_name, 1, heads, tokens),
                 is_causal=mask_name == "causal",
             )
-        return traffic.calls, traffic.elements
+        return dict(recorder.calls), sum(recorder.elements.values())
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -272,7 +226,7 @@ def test_number_of_messages_is_the_least_and_masks_add_none(
     if split[0] > 1:
         expected["all_to_all"] = 2
     if split[1] > 1:
-        expected["ring exchange"] = split[1] - 1
+        expected["ring"] = split[1] - 1
     assert [calls for calls, _ in pool.run(traffic_on_rank, split, 24, 12, mask_name)] == [expected] * pool.size
 
 
@@ -394,7 +348,7 @@ def refusals_on_rank() -> dict[str, str]:
         "positions": lambda: TokenLayout((4, 4), 2, 1, (torch.arange(4), torch.arange(5))),
     }
     texts = {}
-    with Traffic() as traffic:
+    with recorded() as recorder:
         for name, call in calls.items():
             try:
                 call()
@@ -402,7 +356,7 @@ def refusals_on_rank() -> dict[str, str]:
                 texts[name] = str(error)
             else:
                 texts[name] = ""
-    assert not traffic.calls
+    assert not recorder.calls
     return texts
 
 

@@ -4,6 +4,10 @@ A *stream* (image, text, ...) of S tokens is first shared over M patches (PipeFu
 ring x ulysses shards. A view of one patch, or of the whole sequence (`patch=None`), therefore holds, per stream, one
 run of tokens or M runs. Sizes differ by at most one and follow from the full lengths alone, so no rank ever has to ask
 another one.
+
+A shard may get no token of a short stream. Models cannot be relied on to run on empty tensors (Qwen-Image's rotary
+embedding cannot), so such a shard *holds* a stand-in, the stream's first token, which takes no part in attention and is
+dropped in the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,8 +55,24 @@ class TokenPartition:
         return runs
 
     def count(self, streams: Sequence[str], patch: int | None, shard: int) -> int:
-        """Number of tokens of the joined `streams` in a shard of a view."""
+        """Number of tokens of the joined `streams` in a shard of a view, stand-ins not counted."""
         return sum(stop - start for name in streams for start, stop in self.runs(name, patch, shard))
+
+    def has_stand_in(self, stream: str, patch: int | None, shard: int) -> bool:
+        """Whether a shard of a view has no token of a stream, so that it holds a stand-in for it."""
+        return self.length(stream) > 0 and self.count((stream,), patch, shard) == 0
+
+    def own_rows(self, streams: Sequence[str], patch: int | None, shard: int) -> list[int] | None:
+        """Which of the rows that a shard holds of the joined `streams` are no stand-ins; None: all of them."""
+        if not any(self.has_stand_in(name, patch, shard) for name in streams):
+            return None
+        rows: list[int] = []
+        offset = 0
+        for name in streams:
+            count = self.count((name,), patch, shard)
+            rows += range(offset, offset + count)
+            offset += max(count, int(self.has_stand_in(name, patch, shard)))
+        return rows
 
     def positions(self, streams: Sequence[str], patch: int | None, shards: Sequence[int]) -> torch.Tensor:
         """Indices into the joined whole sequence, in the order in which the shards hold the tokens. Shape [S_view]."""
@@ -65,10 +85,11 @@ class TokenPartition:
         return torch.cat(parts)
 
     def cut(self, x: torch.Tensor, dim: int, streams: Sequence[str], patch: int | None, shard: int) -> torch.Tensor:
-        """The tokens of one shard of a view, taken from a tensor whose `dim` covers the joined whole `streams`."""
+        """What one shard holds of a view, taken from a tensor whose `dim` covers the joined whole `streams`."""
         runs, offset = [], 0
         for name in streams:
-            runs += [(offset + a, offset + b) for a, b in self.runs(name, patch, shard)]
+            held = [(0, 1)] if self.has_stand_in(name, patch, shard) else self.runs(name, patch, shard)
+            runs += [(offset + a, offset + b) for a, b in held]
             offset += self.length(name)
         joined = _join_runs(runs)
         if joined == [(0, offset)]:

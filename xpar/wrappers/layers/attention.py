@@ -73,7 +73,10 @@ class _SpanningAttention(TorchFunctionMode):
     def __init__(self, layer: ParallelAttnProcessor, flow: TokenFlow) -> None:
         super().__init__()
         self.layer, self.flow, self.calls = layer, flow, 0
-        self.local = flow.partition.count(layer.streams, flow.view.patch, flow.groups.index)
+        where = (layer.streams, flow.view.patch, flow.groups.index)
+        self.own_rows = flow.partition.own_rows(*where)
+        stand_ins = sum(flow.partition.has_stand_in(name, *where[1:]) for name in layer.streams)
+        self.local = flow.partition.count(*where) + stand_ins
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,6 +106,23 @@ class _SpanningAttention(TorchFunctionMode):
             )
         self.calls += 1
         mask = self._whole_mask(attn_mask)
+        if self.own_rows is None:
+            return self._attend_whole(query, key, value, mask, is_causal, scale)
+        rows = torch.tensor(self.own_rows, device=query.device, dtype=torch.long)
+        q, k, v = (x.index_select(2, rows) for x in (query, key, value))
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        return out.index_copy(2, rows, self._attend_whole(q, k, v, mask, is_causal, scale))
+
+    def _attend_whole(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Attention of this rank's tokens, [B, H, S of this rank, D], over what is known of the sequence."""
         layout = self._layout(with_positions=mask is not None or is_causal)
         if self.flow.view.caches is not None:
             return self._attend_cached(query, key, value, layout, mask, is_causal, scale)

@@ -147,6 +147,8 @@ class TokenFlow:
             return marked
         if not self.has_result:
             return x_BSC.new_zeros(batch, total, width)
+        if self.partition.has_stand_in(stream, self.view.patch, self.groups.index):
+            x_BSC = x_BSC[:, :0]
         gathered = self._gather(x_BSC, stream)
         if self.view.patch is None:
             return gathered
