@@ -199,6 +199,8 @@ def _check(
             "ulysses_degree or ring_degree"
         )
     for name, module in denoisers.items():
+        if hasattr(module.forward, "xpar_owner"):
+            raise UnsupportedError(f"{name} is wrapped already; close() the other Parallel object first")
         if any(parameter.is_meta for parameter in module.parameters()):
             raise UnsupportedError(f"{name} has weights on the meta device (sequential offload?); load them first")
     return {name: (module, find_plan(module, plans)) for name, module in denoisers.items()}

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
 from tests.dist.pool import RankPool
 from tests.dist.recorder import recorded
-from tests.tiny_models import KINDS, bare_pipe, inputs, relative_error, transformer
+from tests.tiny_models import KINDS, bare_pipe, inputs, randomise, relative_error, transformer
 from xpar import EngineConfig, Parallel
 
 LAYOUTS = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(4, 1), (1, 4), (2, 2)]}
@@ -140,3 +141,114 @@ def test_bytes_sent_are_those_of_the_formulas(pool2: RankPool, pool4: RankPool) 
         assert elements["ring"] == 4 * (2 * whole) * 3 // 4
     for _, elements in pool4.run(traffic, "wan", (1, 4)):
         assert elements["ring"] == 2 * (2 * 2 * 24 * 72) * 3 // 4
+
+
+def with_residuals(kind: str) -> dict[str, Any]:
+    """Arguments with ControlNet residuals, of which the last is added after the last block."""
+    arguments = inputs(kind, 25, batch=2)
+    draw = torch.Generator().manual_seed(4)
+    width = {"flux": 96, "sd3": 48, "qwen": 96}[kind]
+    residuals = [torch.randn(2, 25, width, generator=draw) for _ in range(2)]
+    if kind == "flux":
+        more = {"controlnet_block_samples": residuals[:1], "controlnet_single_block_samples": residuals}
+    elif kind == "sd3":
+        more = {"block_controlnet_hidden_states": residuals}
+    else:
+        more = {"controlnet_block_samples": residuals}
+    return {**arguments, **more}
+
+
+def residuals_against_whole(kind: str, layout: tuple[int, int]) -> float:
+    model, arguments = transformer(kind), with_residuals(kind)
+    whole, without = run(model, arguments), run(model, inputs(kind, 25, batch=2))
+    assert relative_error(without, whole) > 0.1
+    with Parallel(bare_pipe(model), config(layout)):
+        return relative_error(run(model, arguments), whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2])
+@pytest.mark.parametrize("kind", ["flux", "sd3", "qwen"])
+def test_controlnet_residuals_are_cut_like_the_tokens(pool2: RankPool, kind: str, layout: tuple[int, int]) -> None:
+    assert max(pool2.run(residuals_against_whole, kind, layout)) < 1e-5
+
+
+def ip_adapter_against_whole(layout: tuple[int, int], load_after: bool) -> tuple[float, bool]:
+    model = transformer("flux")
+    arguments = inputs("flux", 25, batch=2)
+    arguments["joint_attention_kwargs"] = {"ip_hidden_states": [torch.ones(2, 4, 32)]}
+    processors = {
+        name: randomise(FluxIPAdapterAttnProcessor(96, 32, num_tokens=(4,), scale=1.0))
+        if name.startswith("transformer_blocks")
+        else processor
+        for name, processor in model.attn_processors.items()
+    }
+    if not load_after:
+        model.set_attn_processor(processors)
+    parallel = Parallel(bare_pipe(model), config(layout))
+    if load_after:
+        model.set_attn_processor(dict(processors))
+    keys = list(model.state_dict())
+    shared = run(model, arguments)
+    parallel.close()
+    return relative_error(shared, run(model, arguments)), list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("load_after", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS[2])
+def test_ip_adapter_processors_survive_loaded_before_or_after(
+    pool2: RankPool, layout: tuple[int, int], load_after: bool
+) -> None:
+    for error, same_keys in pool2.run(ip_adapter_against_whole, layout, load_after):
+        assert error < 1e-5 and same_keys
+
+
+def refusals() -> list[str]:
+    """What the ranks say of attention, blocks and configurations that cannot be split right."""
+
+    class OwnAttention:
+        def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return hidden_states
+
+    def text_of(action: Any) -> str:
+        try:
+            action()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was refused"
+
+    own = transformer("wan")
+    own.blocks[0].attn1.set_processor(OwnAttention())
+    other = transformer("sd3")
+    texts = []
+    with Parallel(bare_pipe(own), config((2, 1))):
+        texts.append(text_of(lambda: run(own, inputs("wan"))))
+    with Parallel(bare_pipe(other), config((2, 1))) as parallel:
+        texts.append(text_of(lambda: Parallel(bare_pipe(other), config((1, 2)))))
+        texts.append(text_of(lambda: other.transformer_blocks[0](1, 2, 3)))
+        parallel.close()
+        texts.append(text_of(lambda: parallel()))
+    return texts
+
+
+def test_what_cannot_be_split_right_is_refused_by_name(pool2: RankPool) -> None:
+    expected = [
+        "UnsupportedError: blocks.0.attn1 reached F.scaled_dot_product_attention 0 times",
+        "UnsupportedError: transformer is wrapped already; close() the other Parallel object first",
+        "UnsupportedError: a block of a wrapped transformer can only run inside the transformer's forward",
+        "XparError: this Parallel object is closed",
+    ]
+    for texts in pool2.run(refusals):
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start)
+
+
+def skipped(layers: list[int]) -> float:
+    model, arguments = transformer("sd3", layers=3), {**inputs("sd3"), "skip_layers": layers}
+    whole = run(model, arguments)
+    with Parallel(bare_pipe(model), config((2, 1))):
+        return relative_error(run(model, arguments), whole)
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [3], [0, 3]])
+def test_any_block_may_be_skipped(pool2: RankPool, layers: list[int]) -> None:
+    assert max(pool2.run(skipped, layers)) < 1e-5

@@ -59,8 +59,6 @@ class ParallelTransformer:
         self._replaced: list[tuple[nn.Module, Any]] = []
         self._hooks: list[Any] = []
         self._freed: list[FreedBlock] = []
-        if isinstance(getattr(module.forward, "xpar_owner", None), ParallelTransformer):
-            raise UnsupportedError(f"{name} is wrapped already; close() the other Parallel object first")
         self._install()
 
     def _install(self) -> None:

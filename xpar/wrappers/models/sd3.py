@@ -9,4 +9,5 @@ SD3 = ModelPlan(
     returns=("encoder_hidden_states", "hidden_states"),
     attention={"attn": ("hidden_states", "encoder_hidden_states"), "attn[2]": ("hidden_states",)},
     inputs={"block_controlnet_hidden_states": Tokens(dim=1, streams=("hidden_states",))},
+    head="norm_out",  # and not the last block, which skip-layer guidance may skip
 )
