@@ -1,6 +1,7 @@
 """`Parallel`: one diffusers pipeline on many devices. The whole story, in order."""
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from xpar.wrappers.pipelines.patch_loops import PatchLoops
 from xpar.wrappers.pipelines.random_state import share_random_state
 from xpar.wrappers.transformer import ParallelTransformer
 
+logger = logging.getLogger(__name__)
+
 
 class Parallel:
     """Wraps a diffusers pipeline so that all ranks of a grid compute one call together.
@@ -26,7 +29,7 @@ class Parallel:
     Every rank builds the same pipeline, wraps it, and calls it with the same arguments; every rank gets the pipeline's
     own output. Attributes that `Parallel` has not are the pipeline's.
 
-        pipe = FluxPipeline.from_pretrained(path, torch_dtype=torch.bfloat16).to(device)
+        pipe = FluxPipeline.from_pretrained(path, dtype=torch.bfloat16).to(device)
         with Parallel(pipe, EngineConfig(ulysses_degree=4, pipefusion_degree=2)) as parallel:
             image = parallel(prompt="a red fox", num_inference_steps=28).images[0]
 
@@ -151,8 +154,14 @@ class Parallel:
         if self._closed:
             return
         self._closed = True
-        for transformer in self._transformers:
-            transformer.take_off(self.grid.group(Axis.PIPEFUSION) if restore_weights else None)
+        group = self.grid.group(Axis.PIPEFUSION) if restore_weights else None
+        gone = sum(transformer.take_off(group) for transformer in self._transformers)
+        if gone and self.is_main:
+            logger.warning(
+                "the weights of %d blocks were freed and are gone on this rank, and others on other ranks; "
+                "close(restore_weights=True) has the stages send them back",
+                gone,
+            )
         self._transformers, self._loops = [], None
         self.grid.close()
 
@@ -161,6 +170,19 @@ class Parallel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this object if it has it or is being made, else the pipeline's (`parallel.scheduler = x`).
+
+        Raises:
+            UnsupportedError: a wrapped transformer would be replaced by one that is not.
+        """
+        if "_loops" not in self.__dict__ or name in self.__dict__:
+            object.__setattr__(self, name, value)
+            return
+        if any(name == transformer.name for transformer in self._transformers):
+            raise UnsupportedError(f"{name} is wrapped; close() this object before it is replaced, then wrap again")
+        setattr(self.pipe, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("pipe", "grid"):  # not set yet: the constructor has failed

@@ -28,6 +28,7 @@ def test_every_kind_has_a_plan_that_fits(kind: str) -> None:
         ({"blocks": ("no_blocks",)}, "has no module 'no_blocks'"),
         ({"blocks": ("norm_out.norm",)}, "hold no block"),
         ({"streams": ("hidden", "encoder_hidden_states")}, r"streams \['hidden'\] of the plan are no arguments"),
+        ({"attention": {}}, "names no attention"),
         ({"attention": {"attention": ("hidden_states",)}}, r"attention patterns \['attention'\]"),
         ({"per_token": {"rope": Tokens(dim=0, streams=("hidden_states",))}}, r"per_token \['rope'\]"),
         ({"masks": {"mask": "hidden_states"}}, r"masks \['mask'\]"),

@@ -1,7 +1,6 @@
 """One transformer whose tokens are spread over shards and whose blocks are spread over stages."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,8 +16,6 @@ from xpar.wrappers.layers.block import ShardedBlock
 from xpar.wrappers.layers.stage import FreedBlock, Stage, check_freeable, exchange_weights
 from xpar.wrappers.layers.token_flow import TokenFlow, View
 from xpar.wrappers.models.plan import ModelPlan, forward_signature, getattr_path, map_tensors
-
-logger = logging.getLogger(__name__)
 
 
 class CallSchedule(Protocol):
@@ -155,12 +152,15 @@ class ParallelTransformer:
                 bound.arguments[name] = map_tensors(cut, bound.arguments[name])
         return bound.args, bound.kwargs
 
-    def take_off(self, restore_from: ProcessGroup | None = None) -> None:
+    def take_off(self, restore_from: ProcessGroup | None = None) -> int:
         """Give back the transformer as it was.
 
         Args:
             restore_from: the pipefusion group, whose stages then send each other their blocks; all its ranks must
-                call. None: freed blocks stay on the meta device, which is logged.
+                call. None: freed blocks stay on the meta device.
+
+        Returns:
+            Number of blocks whose weights are gone.
         """
         for freed in self._freed:
             if restore_from is None:
@@ -169,13 +169,6 @@ class ParallelTransformer:
                 freed.allocate()
         if restore_from is not None:
             exchange_weights([block for _, block in self.plan.block_modules(self.module)], self.stage, restore_from)
-        elif self._freed:
-            logger.warning(
-                "%s: the weights of %d blocks were freed and are gone on this rank; use close(restore_weights=True) to "
-                "have them sent back",
-                self.name,
-                len(self._freed),
-            )
         for hook in self._hooks:
             hook.remove()
         for module, forward in reversed(self._replaced):
@@ -183,4 +176,6 @@ class ParallelTransformer:
                 del module.forward
             else:
                 module.forward = forward
+        gone = 0 if restore_from is not None else len(self._freed)
         self._hooks, self._replaced, self._freed = [], [], []
+        return gone

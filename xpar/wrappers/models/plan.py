@@ -116,6 +116,8 @@ class ModelPlan:
                 raise UnsupportedError(
                     f"{name}: {kind} {missing} of the plan are no arguments of its blocks: {sorted(parameters)}."
                 )
+        if not self.attention:
+            raise UnsupportedError(f"{name}: the plan names no attention that spans the sequence.")
         unmatched = [pattern for pattern in self.attention if pattern not in matched]
         if unmatched:
             raise UnsupportedError(f"{name}: attention patterns {unmatched} of the plan match no module of its blocks.")

@@ -1,6 +1,6 @@
 """Cooperative turns: several threads of which exactly one runs, in a fixed order.
 
-Threads of the standard library, because handing over costs 10 to 20 microseconds (docs/decisions.md) against
+Threads of the standard library, because handing over costs some 14 microseconds (docs/decisions.md) against
 milliseconds of a denoiser call, and greenlets would be one more run-time dependency.
 """
 
