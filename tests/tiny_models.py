@@ -235,7 +235,15 @@ def call_arguments(
 
     common: dict[str, Any] = dict(num_inference_steps=steps, output_type="pt", return_dict=False)
     if family == "flux":
-        common |= dict(prompt_embeds=rand(batch, text, 32), pooled_prompt_embeds=rand(batch, 16), height=16, width=24)
+        common |= dict(
+            prompt_embeds=rand(batch, text, 32),
+            pooled_prompt_embeds=rand(batch, 16),
+            negative_prompt_embeds=rand(batch, text, 32),
+            negative_pooled_prompt_embeds=rand(batch, 16),
+            true_cfg_scale=2.0,
+            height=16,
+            width=24,
+        )
     elif family == "sd3":
         common |= dict(
             prompt_embeds=rand(batch, text, 32),

@@ -17,7 +17,10 @@ from xpar.errors import ConfigError, UnsupportedError, XparError
 from xpar.wrappers.layers.stage import Stage, balance, block_cost
 from xpar.wrappers.models import ModelPlan, find_plan
 from xpar.wrappers.pipelines.patch_loops import PatchLoops
+from xpar.wrappers.pipelines.pictures import check_pictures
 from xpar.wrappers.pipelines.random_state import share_random_state
+from xpar.wrappers.pipelines.sharing import BatchSharing
+from xpar.wrappers.pipelines.whole_calls import WholeCalls
 from xpar.wrappers.transformer import ParallelTransformer
 
 logger = logging.getLogger(__name__)
@@ -60,7 +63,7 @@ class Parallel:
         self._closed = False
         self._failure: BaseException | None = None
         self._transformers: list[ParallelTransformer] = []
-        self._loops: PatchLoops | None = None
+        self._runner: PatchLoops | WholeCalls | None = None
         try:
             self._wrap(planned)
         except BaseException:
@@ -70,8 +73,9 @@ class Parallel:
     def _wrap(self, planned: Mapping[str, tuple[nn.Module, ModelPlan]]) -> None:
         """Spread tokens over ring and ulysses, blocks over stages; with all degrees 1 nothing is touched."""
         config, grid = self.config, self.grid
-        if config.pipefusion_degree * config.ring_degree * config.ulysses_degree == config.patches == 1:
+        if config.world_size == config.patches == 1:
             return
+        sharing = BatchSharing(grid.group(Axis.CFG), grid.group(Axis.DP), grid.is_main)
         groups = ShardGroups(grid.group(Axis.RING), grid.group(Axis.ULYSSES))
         patched = config.patches > 1 or config.pipefusion_degree > 1
         forward, back = (_channel(g, config.patches) for g in (grid.pipefusion_forward, grid.pipefusion_back))
@@ -90,14 +94,17 @@ class Parallel:
                     backend=config.attention_backend,
                 )
             )
-        if patched:
-            self._loops = PatchLoops(
+        if not patched:
+            self._runner = WholeCalls(self.pipe, self._transformers, sharing)
+        else:
+            self._runner = PatchLoops(
                 self.pipe,
                 self._transformers,
                 patches=config.patches,
                 warmup=config.warmup_steps,
                 stages=config.pipefusion_degree,
                 back=back,
+                sharing=sharing,
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +118,11 @@ class Parallel:
         """
         self._check_usable()
         arguments = _bind(self.pipe, args, kwargs)
+        pictures = check_pictures(arguments, self.config.dp_degree)
         if arguments.get("generator") is None:
             share_random_state(self.pipe._execution_device, self.grid.all_ranks)
         try:
-            return self.pipe(**arguments) if self._loops is None else self._loops(arguments)
+            return self.pipe(**arguments) if self._runner is None else self._runner(arguments, pictures)
         except BaseException as error:
             if self.config.pipefusion_degree > 1:  # messages of this call may still be under way
                 self._failure = error
@@ -162,7 +170,7 @@ class Parallel:
                 "close(restore_weights=True) has the stages send them back",
                 gone,
             )
-        self._transformers, self._loops = [], None
+        self._transformers, self._runner = [], None
         self.grid.close()
 
     def __enter__(self) -> "Parallel":
@@ -172,12 +180,12 @@ class Parallel:
         self.close()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of this object if it has it or is being made, else the pipeline's (`parallel.scheduler = x`).
+        """Set an attribute of this object if it has it or is being made, else one of the pipeline's.
 
         Raises:
             UnsupportedError: a wrapped transformer would be replaced by one that is not.
         """
-        if "_loops" not in self.__dict__ or name in self.__dict__:
+        if "_runner" not in self.__dict__ or name in self.__dict__:
             object.__setattr__(self, name, value)
             return
         if any(name == transformer.name for transformer in self._transformers):
@@ -198,9 +206,6 @@ def _check(
         raise ConfigError(f"config must be an EngineConfig, got {type(config).__name__}")
     if not hasattr(pipe, "components"):
         raise UnsupportedError(f"{type(pipe).__name__} is no diffusers pipeline: it has no components")
-    for field, degree in (("cfg_degree", config.cfg_degree), ("dp_degree", config.dp_degree)):
-        if degree > 1:
-            raise UnsupportedError(f"{field}={degree}: this axis is not implemented yet; use {field}=1")
     if config.world_size == config.patches == 1:
         return {}
     if getattr(pipe, "hf_device_map", None):
@@ -225,7 +230,11 @@ def _check(
             raise UnsupportedError(f"{name} is wrapped already; close() the other Parallel object first")
         if any(parameter.is_meta for parameter in module.parameters()):
             raise UnsupportedError(f"{name} has weights on the meta device (sequential offload?); load them first")
-    return {name: (module, find_plan(module, plans)) for name, module in denoisers.items()}
+    planned = {name: (module, find_plan(module, plans)) for name, module in denoisers.items()}
+    if config.cfg_degree * config.dp_degree > 1:
+        for module, plan in planned.values():
+            plan.check_batch(module)
+    return planned
 
 
 def _bind(pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

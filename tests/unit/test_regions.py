@@ -30,8 +30,10 @@ def test_what_is_taken_from_one_output_can_be_put_into_another() -> None:
 
 def test_latents_may_be_a_leading_part_of_the_output_and_nothing_else() -> None:
     regions = Regions.probe(lambda patch: unpatchify(patch).expand(2, 3, 6, 8), 3)
+    for rows in (1, 2, 5):
+        assert regions.mask(torch.zeros(rows, 2, 6, 8), 1).shape == (1, 2, 6, 8)
     assert regions.mask(torch.zeros(1, 2, 6, 8), 1).sum() == 2 * 16
-    for shape in ((3, 3, 6, 8), (1, 6, 8), (1, 3, 12, 8)):
+    for shape in ((1, 4, 6, 8), (1, 6, 8), (1, 3, 12, 8)):
         with pytest.raises(UnsupportedError, match="no leading part"):
             regions.mask(torch.zeros(shape), 0)
 
@@ -42,3 +44,11 @@ def test_a_head_that_mixes_tokens_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="mixes tokens of different patches"):
         Regions.probe(blurring, 3)
+
+
+def test_rows_that_are_laid_out_differently_are_refused() -> None:
+    def shuffled(patch: int) -> torch.Tensor:
+        return torch.cat([unpatchify(patch), unpatchify(2 - patch)])
+
+    with pytest.raises(UnsupportedError, match="rows of a batch differently"):
+        Regions.probe(shuffled, 3)

@@ -59,6 +59,20 @@ class ParallelTransformer:
         self._install()
 
     def _install(self) -> None:
+        if self._is_spread:
+            self._install_in_blocks()
+        self._replace_forward(self.module, self._root(self.module.forward))
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether this rank runs anything but all blocks on all tokens."""
+        return self.groups.count * self.patches > 1 or len(self.stage.bounds) > 2
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return dict(forward_signature(self.module).bind(*args, **kwargs).arguments)
+
+    def _install_in_blocks(self) -> None:
         blocks = self.plan.block_modules(self.module)
         self._check_blocks(blocks)
         for index, (path, block) in enumerate(blocks):
@@ -77,7 +91,6 @@ class ParallelTransformer:
         if self.plan.head is not None:
             head = getattr_path(self.module, self.plan.head)
             self._hooks.append(head.register_forward_pre_hook(self._enter_head, with_kwargs=True))
-        self._replace_forward(self.module, self._root(self.module.forward))
 
     def _check_blocks(self, blocks: list[tuple[str, nn.Module]]) -> None:
         for index, (path, block) in enumerate(blocks):
@@ -114,6 +127,8 @@ class ParallelTransformer:
         Raises:
             UnsupportedError: the first or last block was skipped, so tokens were not cut or not gathered.
         """
+        if not self._is_spread:
+            return self._inner(*args, **kwargs)
         flow = TokenFlow(self.plan, self.groups, self.patches, view, has_result=self.stage.is_last)
         if view.probe is None:
             args, kwargs = self._cut_inputs(view, args, kwargs)

@@ -15,4 +15,15 @@ FLUX = ModelPlan(
         "controlnet_single_block_samples": Tokens(dim=1, streams=("hidden_states",)),
     },
     head="norm_out",
+    batch=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "guidance",
+        "joint_attention_kwargs",
+        "controlnet_block_samples",
+        "controlnet_single_block_samples",
+    ),
+    unbatched=("img_ids", "txt_ids"),
 )

@@ -60,6 +60,9 @@ class ModelPlan:
         inputs: root arguments (a tensor or a list of them) that are added between blocks (ControlNet residuals).
         head: module whose first argument is the main stream after everything that follows the blocks; None: the tokens
             are gathered as the last block returns.
+        batch: root arguments with a batch dim (dim 0, also of tensors in lists and dicts), the main input first; needed
+            for the cfg and dp axes.
+        unbatched: root arguments without one. Every root argument is named in one of the two, flags excepted.
         modulation: patterns of Linear layers inside a block that see one row per sample and cost nothing per token.
     """
 
@@ -71,6 +74,8 @@ class ModelPlan:
     masks: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, Tokens] = field(default_factory=dict)
     head: str | None = None
+    batch: tuple[str, ...] = ()
+    unbatched: tuple[str, ...] = ()
     modulation: tuple[str, ...] = ("norm*", "*_mod.*")
 
     def block_modules(self, transformer: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -96,6 +101,22 @@ class ModelPlan:
                 if fnmatch(name, pattern):
                     yield name, module, streams
                     break
+
+    def check_batch(self, transformer: nn.Module) -> None:
+        """Refuse a plan that does not say of every root argument whether it has a batch dim.
+
+        Raises:
+            UnsupportedError: naming the arguments that are missing, or that the forward does not have.
+        """
+        name, parameters = type(transformer).__name__, forward_signature(transformer).parameters
+        unknown = [key for key in (*self.batch, *self.unbatched) if key not in parameters]
+        flags = [key for key, parameter in parameters.items() if isinstance(parameter.default, bool)]
+        missing = [key for key in parameters if key not in (*self.batch, *self.unbatched, *flags)]
+        if not self.batch or unknown or missing:
+            raise UnsupportedError(
+                f"{name}: cfg_degree and dp_degree need a plan whose batch and unbatched name its forward's arguments; "
+                f"missing: {missing}, not there: {unknown}"
+            )
 
     def check(self, transformer: nn.Module) -> None:
         """Refuse a plan that does not fit the transformer: a key that matches nothing would silently split nothing.

@@ -19,4 +19,15 @@ QWEN_IMAGE = ModelPlan(
     masks={"encoder_hidden_states_mask": "encoder_hidden_states"},
     inputs={"controlnet_block_samples": Tokens(dim=1, streams=IMAGE)},
     head="norm_out",
+    batch=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "timestep",
+        "img_shapes",
+        "guidance",
+        "attention_kwargs",
+        "controlnet_block_samples",
+        "additional_t_cond",
+    ),
 )

@@ -10,4 +10,13 @@ SD3 = ModelPlan(
     attention={"attn": ("hidden_states", "encoder_hidden_states"), "attn[2]": ("hidden_states",)},
     inputs={"block_controlnet_hidden_states": Tokens(dim=1, streams=("hidden_states",))},
     head="norm_out",  # and not the last block, which skip-layer guidance may skip
+    batch=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "block_controlnet_hidden_states",
+        "joint_attention_kwargs",
+    ),
+    unbatched=("skip_layers",),
 )

@@ -14,4 +14,5 @@ WAN = ModelPlan(
         "rotary_emb": Tokens(dim=1, streams=VIDEO),
         "temb": Tokens(dim=1, streams=VIDEO, ndim=4),
     },
+    batch=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image", "attention_kwargs"),
 )

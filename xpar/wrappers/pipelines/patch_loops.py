@@ -8,8 +8,8 @@ thread and on the pipeline itself, ends with the complete latents and alone deco
 import copy
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from diffusers.configuration_utils import ConfigMixin
@@ -17,9 +17,11 @@ from torch import nn
 
 from xpar.core.distributed.channel import Channel
 from xpar.wrappers.pipelines.callbacks import SharedCallback
+from xpar.wrappers.pipelines.deferred import settle
 from xpar.wrappers.pipelines.encoders import EncoderReplay
 from xpar.wrappers.pipelines.patched_call import PatchedCall
 from xpar.wrappers.pipelines.random_state import RandomState, clone_generators, copy_containers
+from xpar.wrappers.pipelines.sharing import BatchSharing, steps_through
 from xpar.wrappers.pipelines.turns import LoopEnded, Turns, inherit_thread_state
 from xpar.wrappers.transformer import ParallelTransformer
 
@@ -36,6 +38,7 @@ class PatchLoops:
         warmup: steps that run the whole sequence.
         stages: number of pipefusion stages.
         back: channel last stage -> other stages, None with one stage.
+        sharing: the cfg and dp axes.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class PatchLoops:
         warmup: int,
         stages: int,
         back: Channel | None,
+        sharing: BatchSharing,
     ) -> None:
+        self.sharing = sharing
         self.pipe, self.transformers = pipe, transformers
         self.patches, self.warmup, self.stages, self.back = patches, warmup, stages, back
 
-    def __call__(self, arguments: dict[str, Any]) -> Any:
+    def __call__(self, arguments: dict[str, Any], pictures: int | None) -> Any:
         """Call the pipeline and return its output.
 
         Raises:
@@ -61,7 +66,8 @@ class PatchLoops:
         turns = Turns(self.patches, device)
         call = PatchedCall(turns, patches=self.patches, warmup=self.warmup, back=self.back, stages=self.stages)
         with ExitStack() as stack:
-            stack.enter_context(self._scheduled(call))
+            stack.enter_context(self.sharing.installed(self.pipe, self.transformers, call, pictures))
+            stack.enter_context(steps_through(self.pipe, functools.partial(_composing, call=call)))
             stack.enter_context(
                 EncoderReplay(self._encoders(), self._decoders(), lambda: turns.current, self.patches - 1)
             )
@@ -114,22 +120,6 @@ class PatchLoops:
         if turns.error is not None:
             raise turns.error
         return result
-
-    @contextmanager
-    def _scheduled(self, call: PatchedCall) -> Iterator[None]:
-        """Denoiser calls and scheduler steps go through `call`; afterwards the pipeline is as before."""
-        schedulers = [c for c in self.pipe.components.values() if hasattr(c, "step") and not isinstance(c, nn.Module)]
-        for scheduler in schedulers:
-            scheduler.__dict__["step"] = _composing(scheduler.step, call)
-        for transformer in self.transformers:
-            transformer.schedule = call
-        try:
-            yield
-        finally:
-            for scheduler in schedulers:
-                scheduler.__dict__.pop("step", None)
-            for transformer in self.transformers:
-                transformer.schedule = None
 
     def _copy_of_pipe(self, call: PatchedCall) -> Any:
         """A shallow copy for one loop: models are shared; schedulers and guiders, which a loop changes, are its own."""
@@ -188,6 +178,7 @@ def _composing(step: Any, call: PatchedCall) -> Any:
 
     @functools.wraps(step)
     def composed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = settle(args), settle(kwargs)
         sample = kwargs["sample"] if "sample" in kwargs else args[2]
         result = step(*args, **kwargs)
         if isinstance(result, tuple):

@@ -67,14 +67,34 @@ class PatchedCall:
     def denoise(self, transformer: ParallelTransformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the newest known prediction for the whole input, with this loop's own region fresh."""
         loop = self.loops[self.turns.current]
+        key, is_whole = self._count(loop, transformer, args, kwargs)
+        if is_whole:
+            return self._whole(loop, transformer, key, args, kwargs)
+        return self._patch(loop, transformer, key, args, kwargs)
+
+    def skip(self, transformer: ParallelTransformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a call that other ranks compute, and hand the turn over as they do."""
+        loop = self.loops[self.turns.current]
+        key, is_whole = self._count(loop, transformer, args, kwargs)
+        if not is_whole:
+            loop.regions = self._regions_of(transformer, key[2], args, kwargs)
+        self.turns.pass_on()
+
+    def loop(self) -> int:
+        """The loop that has the turn."""
+        return self.turns.current
+
+    def _count(
+        self, loop: PatchLoop, transformer: ParallelTransformer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallKey, bool]:
+        """Which call this is, and whether it runs the whole sequence."""
         signature = tuple((x.shape, x.dtype) for x in tensors_of([args, kwargs]))
         key = (transformer.name, loop.branches[transformer.name], signature)
         loop.branches[transformer.name] += 1
         loop.seen[key] += 1
-        if self.patches == 1 or loop.seen[key] <= self.warmup:
-            return self._whole(loop, transformer, key, args, kwargs)
-        loop.complete = False
-        return self._patch(loop, transformer, key, args, kwargs)
+        is_whole = self.patches == 1 or loop.seen[key] <= self.warmup
+        loop.complete = loop.complete and is_whole
+        return key, is_whole
 
     def _whole(
         self, loop: PatchLoop, transformer: ParallelTransformer, key: CallKey, args: tuple[Any, ...], kwargs: Any

@@ -59,7 +59,10 @@ class Regions:
                     "the model mixes tokens of different patches after its blocks, so num_patches > 1 would be wrong; "
                     "use num_patches=1, or ulysses_degree or ring_degree"
                 )
-            owners.append(stacked.to(torch.int8).argmax(0).to(torch.int16))
+            owner = stacked.to(torch.int8).argmax(0).to(torch.int16)
+            if not bool((owner == owner[:1]).all()):
+                raise UnsupportedError("the model lays out the rows of a batch differently; use num_patches=1")
+            owners.append(owner)
         return cls(owners, patches)
 
     def take(self, outputs: Sequence[torch.Tensor], patch: int) -> torch.Tensor:
@@ -79,22 +82,27 @@ class Regions:
         return sum(index.numel() for index in self._indices[patch])
 
     def mask(self, latents: torch.Tensor, patch: int) -> torch.Tensor:
-        """Which elements of the latents belong to a patch, from the first output tensor.
+        """Which elements of the latents belong to a patch, from the first output tensor; the same in every row.
 
-        Latents may be a leading part of the output: the first half of a guidance batch, the generated tokens before
-        those of a reference picture, the channels before a predicted variance.
+        Latents may be a leading part of the output: the generated tokens before those of a reference picture, the
+        channels before a predicted variance. Their rows may be fewer (the first half of a guidance batch) or more (the
+        pictures of other ranks) than those that were probed.
+
+        Returns:
+            Boolean tensor with one row, which broadcasts over the latents.
 
         Raises:
             UnsupportedError: the latents are no leading part of the output.
         """
         if latents.shape not in self._masks:
-            owner = self.owners[0]
-            if latents.ndim != owner.ndim or any(n > m for n, m in zip(latents.shape, owner.shape, strict=True)):
+            owner = self.owners[0][:1]
+            sizes = latents.shape[1:]
+            if latents.ndim != owner.ndim or any(n > m for n, m in zip(sizes, owner.shape[1:], strict=True)):
                 raise UnsupportedError(
                     f"scheduler.step was given latents of shape {tuple(latents.shape)}, which are no leading part of "
-                    f"the denoiser's output of shape {tuple(owner.shape)}; num_patches > 1 is not supported for this "
-                    "pipeline"
+                    f"the denoiser's output of shape {tuple(self.owners[0].shape)}; num_patches > 1 is not supported "
+                    "for this pipeline"
                 )
-            part = owner[tuple(slice(0, n) for n in latents.shape)]
+            part = owner[(slice(None), *(slice(0, n) for n in sizes))]
             self._masks[latents.shape] = torch.stack([part == index for index in range(self.patches)])
         return self._masks[latents.shape][patch]
