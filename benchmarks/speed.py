@@ -27,7 +27,10 @@ from workers import Workers
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before the processes import diffusers
 
-BASELINE = "one-thread"
+# The plain pipeline in one process on one thread, for each job: one picture, one picture with two guidance branches,
+# and two pictures of two prompts, decoded. The two longer jobs take half the steps.
+BASELINES = {"picture": "one-thread", "guided": "one-thread-guided", "two prompts": "one-thread-two-prompts"}
+BASELINE = BASELINES["picture"]
 EXACT = 1e-4  # relative error above which an exact method is wrong
 TEXT_TOKENS = 128
 SEED = 0
@@ -44,6 +47,7 @@ class Method:
         config: EngineConfig fields; None: the plain pipeline.
         bound: speedup that no implementation can exceed on `ranks * threads` cores.
         pictures: pictures painted in one run, by independent processes.
+        job: what is computed, a key of BASELINES.
     """
 
     label: str
@@ -52,6 +56,16 @@ class Method:
     config: dict[str, int] | None = None
     bound: float = 2.0
     pictures: int = 1
+    job: str = "picture"
+
+    @property
+    def baseline(self) -> str:
+        """The method that it is compared with."""
+        return BASELINES[self.job]
+
+    def steps(self, steps: int) -> int:
+        """Number of steps of its job."""
+        return steps if self.job == "picture" else max(1, steps // 2)
 
     @property
     def is_exact(self) -> bool:
@@ -92,6 +106,10 @@ def methods(steps: int) -> dict[str, Method]:
         "ring": Method("ring 2", ranks=2, config={"ring_degree": 2}),
         "pipefusion-2": pipefusion(2),
         "pipefusion-4": pipefusion(4),
+        BASELINES["guided"]: Method("guided: one process, 1 thread", bound=1.0, job="guided"),
+        "cfg": Method("guided: cfg 2", ranks=2, config={"cfg_degree": 2}, job="guided"),
+        BASELINES["two prompts"]: Method("two prompts with VAE: one process, 1 thread", bound=1.0, job="two prompts"),
+        "dp": Method("two prompts with VAE: dp 2", ranks=2, config={"dp_degree": 2}, job="two prompts"),
     }
 
 
@@ -104,7 +122,7 @@ class Painter:
     """One process's model, and a pipeline around it for each method; they share the weights."""
 
     def __init__(self, size: int, limit: float) -> None:
-        from diffusers import FluxTransformer2DModel
+        from diffusers import AutoencoderKL, FluxTransformer2DModel
 
         self.size, self.limit = size, limit
         torch.manual_seed(SEED)
@@ -121,9 +139,20 @@ class Painter:
         )
         self.model.eval().requires_grad_(False)
         draw = torch.Generator().manual_seed(SEED)
-        self.noise = torch.randn(1, (size // 16) ** 2, 64, generator=draw)
-        self.prompt = torch.randn(1, TEXT_TOKENS, 512, generator=draw)
-        self.pooled = torch.randn(1, 256, generator=draw)
+        self.noise = torch.randn(2, (size // 16) ** 2, 64, generator=draw)
+        self.prompt = torch.randn(2, TEXT_TOKENS, 512, generator=draw)
+        self.pooled = torch.randn(2, 256, generator=draw)
+        self.vae = AutoencoderKL(
+            block_out_channels=(32, 32, 64, 64),
+            layers_per_block=1,
+            latent_channels=16,
+            norm_num_groups=8,
+            shift_factor=0.1,
+            scaling_factor=0.4,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        )
+        self.vae.eval().requires_grad_(False)
         self._pipes: dict[str, Any] = {}
 
     def pipe(self, name: str, method: Method) -> Any:
@@ -140,25 +169,28 @@ class Painter:
         # PipeFusion takes the weights of other stages out of its modules, so each method has modules of its own.
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-        absent = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-        pipe = FluxPipeline(transformer=model, scheduler=scheduler, **absent)
+        vae = copy.deepcopy(self.vae, {id(p): p for p in self.vae.parameters()})
+        absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+        pipe = FluxPipeline(transformer=model, vae=vae, scheduler=scheduler, **absent)
         pipe.set_progress_bar_config(disable=True)
         if method.config is None:
             return pipe
         return Parallel(pipe, EngineConfig(**method.config, timeout=self.limit))
 
-    def paint(self, pipe: Any, steps: int) -> torch.Tensor:
-        """Latents after `steps` steps."""
-        output = pipe(
-            prompt_embeds=self.prompt,
-            pooled_prompt_embeds=self.pooled,
-            latents=self.noise,
-            height=self.size,
-            width=self.size,
-            num_inference_steps=steps,
-            output_type="latent",
-        )
-        return output.images
+    def paint(self, pipe: Any, job: str, steps: int) -> torch.Tensor:
+        """What the denoiser added to the noise in `steps` steps; for two prompts, the decoded pictures."""
+        count = 2 if job == "two prompts" else 1
+        call: dict[str, Any] = {
+            "prompt_embeds": self.prompt[:count],
+            "pooled_prompt_embeds": self.pooled[:count],
+            "latents": self.noise[:count],
+            "output_type": "pt" if count == 2 else "latent",
+        }
+        if job == "guided":
+            negative = {"negative_prompt_embeds": self.prompt[1:], "negative_pooled_prompt_embeds": self.pooled[1:]}
+            call |= {**negative, "true_cfg_scale": 2.0}
+        images = pipe(height=self.size, width=self.size, num_inference_steps=steps, **call).images
+        return images if count == 2 else images - self.noise[:count]
 
 
 def build(size: int, limit: float) -> None:
@@ -168,16 +200,15 @@ def build(size: int, limit: float) -> None:
 
 
 def measure(name: str, method: Method, steps: int) -> tuple[float, Any]:
-    """Seconds of one picture, and what the model added to the noise as an array."""
+    """Seconds of one run, and its result as an array."""
     painter = _painters["this"]
     torch.set_num_threads(method.threads)
     pipe = painter.pipe(name, method)
     if method.ranks > 1:
         torch.distributed.barrier()
     start = time.perf_counter()
-    latents = painter.paint(pipe, steps)
-    seconds = time.perf_counter() - start
-    return seconds, (latents - painter.noise).numpy()
+    result = painter.paint(pipe, method.job, method.steps(steps))
+    return time.perf_counter() - start, result.numpy()
 
 
 # ---- in the parent ---------------------------------------------------------------------------------------------------
@@ -200,8 +231,8 @@ def run_all(args: argparse.Namespace, chosen: dict[str, Method]) -> dict[str, Ro
                 answers[name] = worlds[method.ranks].call(measure, name, method, args.steps)
                 seconds = max(seconds for seconds, _ in answers[name])
                 print(f"round {number + 1}/{args.rounds}  {method.label}: {seconds:.2f} s", flush=True)
-            for name, method in chosen.items():  # the one-thread run is the first
-                record(rows, name, method, answers[name], answers[BASELINE][0][1])
+            for name, method in chosen.items():  # each one-thread run comes before what is compared with it
+                record(rows, name, method, answers[name], answers[method.baseline][0][1])
     return rows
 
 
@@ -217,7 +248,7 @@ def record(rows: dict[str, Row], name: str, method: Method, answers: list[Any], 
     """Add one run to its row; a run takes as long as its slowest rank."""
     row = rows[name]
     row.seconds.append(max(seconds for seconds, _ in answers) / method.pictures)
-    row.ratios.append(rows[BASELINE].seconds[-1] / row.seconds[-1])
+    row.ratios.append(rows[method.baseline].seconds[-1] / row.seconds[-1])
     scale = float((reference**2).sum() ** 0.5)
     errors = [float(((added - reference) ** 2).sum() ** 0.5) / scale for _, added in answers]
     row.error = max(row.error, *errors)
@@ -237,7 +268,8 @@ def settings(args: argparse.Namespace) -> str:
     """What was computed, in one line."""
     return (
         f"FLUX-shaped model, width 512, 8 heads, 4 double + 8 single blocks; {args.size}x{args.size} px, "
-        f"{(args.size // 16) ** 2} image and {TEXT_TOKENS} text tokens, {args.steps} steps, {args.rounds} round(s)"
+        f"{(args.size // 16) ** 2} image and {TEXT_TOKENS} text tokens, {args.steps} steps (guided, two prompts: "
+        f"{max(1, args.steps // 2)}), {args.rounds} round(s)"
     )
 
 
@@ -289,7 +321,7 @@ def draw(args: argparse.Namespace, chosen: dict[str, Method], rows: dict[str, Ro
     axes.set_yticks(places, [chosen[name].label.replace(" (", "\n(") for name in names], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, max(*bounds, *(max(rows[name].ratios) for name in names)) * 1.08)
-    axes.set_xlabel("speedup over one process on one thread")
+    axes.set_xlabel("speedup over one process on one thread in the same job")
     axes.legend(loc="upper right", fontsize=9, markerscale=0.5)
     axes.set_title(f"One picture on two cores\n{settings(args)}\n{hardware()}", fontsize=9, loc="left", x=-0.4)
     figure.tight_layout()
@@ -313,7 +345,7 @@ def save(args: argparse.Namespace, chosen: dict[str, Method], rows: dict[str, Ro
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    names = [name for name in methods(1) if name != BASELINE]
+    names = [name for name in methods(1) if name not in BASELINES.values()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--size", type=int, default=768, help="side of the picture in px, a multiple of 16")
@@ -330,7 +362,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure, write, print; 1 if an exact method is wrong."""
     args = parse_arguments()
-    chosen = {name: method for name, method in methods(args.steps).items() if name in (BASELINE, *args.methods)}
+    every = methods(args.steps)
+    needed = {every[name].baseline for name in args.methods}
+    chosen = {name: method for name, method in every.items() if name in needed or name in args.methods}
     load = os.getloadavg()[0]
     if load > 0.5:
         print(f"load average is {load:.2f}: something else is running, so expect wrong ratios", file=sys.stderr)

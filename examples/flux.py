@@ -1,6 +1,8 @@
 """One FLUX picture from many processes: the example to start from.
 
     torchrun --nproc_per_node=4 examples/flux.py --ulysses_degree 2 --pipefusion_degree 2
+    torchrun --nproc_per_node=4 examples/flux.py --dp_degree 2 --cfg_degree 2 --negative_prompt "" \
+        --prompt "a blue ring on a black background" "a green square on a cream background"
     torchrun --nproc_per_node=8 examples/flux.py --ulysses_degree 4 --pipefusion_degree 2 \
         --model black-forest-labs/FLUX.1-dev --height 1024 --width 1024 --guidance_scale 3.5
 
@@ -30,7 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     """What to paint, and one flag for each field of EngineConfig."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(TINY_FLUX), help="folder or hub id of a FLUX checkpoint")
-    parser.add_argument("--prompt", default="a red circle on a white background at the top left")
+    parser.add_argument("--prompt", nargs="+", default=["a red circle on a white background at the top left"])
+    parser.add_argument("--negative_prompt", help="guide away from this, in a second branch (see --cfg_degree)")
+    parser.add_argument("--true_cfg_scale", type=float, default=3.0, help="how far; only with --negative_prompt")
     parser.add_argument("--height", type=int, default=256)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--num_inference_steps", type=int, default=28)
@@ -53,11 +57,14 @@ def load(model: str) -> FluxPipeline:
     return FluxPipeline.from_pretrained(model, dtype=torch.float32)
 
 
-def paint(pipe: FluxPipeline | Parallel, args: argparse.Namespace) -> tuple[Image.Image, float]:
-    """One call, the same for the plain and for the parallel pipeline; the picture and the seconds it took."""
+def paint(pipe: FluxPipeline | Parallel, args: argparse.Namespace) -> tuple[list[Image.Image], float]:
+    """One call, the same for the plain and for the parallel pipeline; the pictures and the seconds it took."""
+    guided = args.negative_prompt is not None
     start = time.perf_counter()
     output = pipe(
         prompt=args.prompt,
+        negative_prompt=[args.negative_prompt] * len(args.prompt) if guided else None,
+        true_cfg_scale=args.true_cfg_scale if guided else 1.0,
         height=args.height,
         width=args.width,
         num_inference_steps=args.num_inference_steps,
@@ -65,12 +72,13 @@ def paint(pipe: FluxPipeline | Parallel, args: argparse.Namespace) -> tuple[Imag
         max_sequence_length=args.max_sequence_length,
         generator=torch.Generator().manual_seed(args.seed),
     )
-    return output.images[0], time.perf_counter() - start
+    return output.images, time.perf_counter() - start
 
 
-def difference(image: Image.Image, reference: Image.Image) -> str:
-    """How far two pictures are apart, on the scale 0..255."""
-    delta = np.asarray(image, dtype=np.float64) - np.asarray(reference, dtype=np.float64)
+def difference(images: list[Image.Image], references: list[Image.Image]) -> str:
+    """How far pictures are apart, on the scale 0..255."""
+    pairs = zip(images, references, strict=True)
+    delta = np.stack([np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64) for a, b in pairs])
     error = float((delta**2).mean())
     psnr = f"PSNR {10 * np.log10(255**2 / error):.1f} dB" if error else "no pixel differs"
     return f"{psnr}, largest difference {int(abs(delta).max())} of 255"
@@ -81,19 +89,22 @@ def main() -> None:
     args = parse_arguments()
     config = EngineConfig.from_arguments(args)
     with Parallel(load(args.model), config) as parallel:
-        image, seconds = paint(parallel, args)
+        images, seconds = paint(parallel, args)
     is_main = parallel.is_main
     del parallel  # its pipeline may fill a GPU
     if dist.is_initialized():
         dist.destroy_process_group()
     if not is_main:
         return
-    image.save(args.output)
-    print(f"{args.output.resolve()}: {image.width}x{image.height}, {seconds:.2f} s on {config.world_size} process(es)")
+    for index, image in enumerate(images):
+        path = args.output if index == 0 else args.output.with_stem(f"{args.output.stem}-{index + 1}")
+        image.save(path)
+        print(f"{path.resolve()}: {image.width}x{image.height}, {args.prompt[index]}")
+    print(f"{seconds:.2f} s on {config.world_size} process(es)")
     if args.compare or args.model == str(TINY_FLUX):
         # After the parallel call: the other processes have nothing left to wait for.
-        reference, seconds = paint(load(args.model), args)
-        print(f"one process: {seconds:.2f} s; {difference(image, reference)}")
+        references, seconds = paint(load(args.model), args)
+        print(f"one process: {seconds:.2f} s; {difference(images, references)}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanImagePipeline,
+    HunyuanImageTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -21,6 +23,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import nn
 
 FAMILIES = ("flux", "sd3", "qwen", "wan")
@@ -280,3 +283,38 @@ def call_arguments(
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Norm of the difference over the norm of the reference."""
     return float((value - reference).norm() / reference.norm())
+
+
+def hunyuan_image() -> Any:
+    """A tiny HunyuanImage pipeline: a guider, and a transformer without a plan. Only latents come out of it."""
+    model = HunyuanImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=(1, 1),
+        text_embed_dim=16,
+        text_embed_2_dim=8,
+        rope_axes_dim=(4, 6),
+    )
+    none = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    guider = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=1)
+    pipe = HunyuanImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), transformer=randomise(model), guider=guider, **none
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def hunyuan_image_arguments() -> dict[str, Any]:
+    """Arguments for a call of `hunyuan_image()`; the branches' prompts differ in length."""
+    draw = torch.Generator().manual_seed(2)
+    arguments: dict[str, Any] = {"height": 128, "width": 192, "num_inference_steps": 3, "output_type": "latent"}
+    for prefix, lengths in (("", (7, 5)), ("negative_", (4, 3))):
+        for suffix, length, width in (("", lengths[0], 16), ("_2", lengths[1], 8)):
+            arguments[f"{prefix}prompt_embeds{suffix}"] = torch.randn(1, length, width, generator=draw)
+            arguments[f"{prefix}prompt_embeds_mask{suffix}"] = torch.ones(1, length, dtype=torch.long)
+    return {**arguments, "return_dict": False, "generator": torch.Generator().manual_seed(7)}

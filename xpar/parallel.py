@@ -80,8 +80,13 @@ class Parallel:
         patched = config.patches > 1 or config.pipefusion_degree > 1
         forward, back = (_channel(g, config.patches) for g in (grid.pipefusion_forward, grid.pipefusion_back))
         for name, (module, plan) in planned.items():
-            costs = [block_cost(block, plan) for _, block in plan.block_modules(module)]
-            bounds = balance(costs, config.pipefusion_degree)
+            bounds: tuple[int, ...] = (
+                0,
+                0,
+            )  # of no stages: blocks are only told apart where tokens or blocks are spread
+            if plan.blocks:
+                costs = [block_cost(block, plan) for _, block in plan.block_modules(module)]
+                bounds = balance(costs, config.pipefusion_degree)
             stage = Stage(grid.coordinate(Axis.PIPEFUSION), bounds, forward)
             self._transformers.append(
                 ParallelTransformer(
@@ -230,9 +235,12 @@ def _check(
             raise UnsupportedError(f"{name} is wrapped already; close() the other Parallel object first")
         if any(parameter.is_meta for parameter in module.parameters()):
             raise UnsupportedError(f"{name} has weights on the meta device (sequential offload?); load them first")
-    planned = {name: (module, find_plan(module, plans)) for name, module in denoisers.items()}
-    if config.cfg_degree * config.dp_degree > 1:
-        for module, plan in planned.values():
+    # Guidance branches that are calls of their own need no plan; what a pipeline does shows only when it is called.
+    only_branches = config.cfg_degree == config.world_size and config.patches == 1
+    otherwise = ModelPlan.of_branches if only_branches else None
+    planned = {name: (module, find_plan(module, plans, otherwise)) for name, module in denoisers.items()}
+    for module, plan in planned.values():
+        if plan.blocks and config.cfg_degree * config.dp_degree > 1:
             plan.check_batch(module)
     return planned
 

@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import StableDiffusion3PAGPipeline
 
 from tests.dist.pool import RankPool
 from tests.dist.recorder import recorded
-from tests.tiny_models import FAMILIES, call_arguments, pipeline, relative_error
+from tests.tiny_models import (
+    FAMILIES,
+    call_arguments,
+    hunyuan_image,
+    hunyuan_image_arguments,
+    pipeline,
+    relative_error,
+)
 from xpar import EngineConfig, Parallel
 
 SEQUENTIAL = ("flux", "qwen", "wan")
@@ -196,6 +204,80 @@ def adapt(model: Any, how: str) -> None:
 )
 def test_guidance_may_change_and_results_may_be_used_early(pool2: RankPool, name: str) -> None:
     assert max(pool2.run(guidance_that_changes, name, timeout=30)) < 1e-5
+
+
+def perturbed(fields: dict[str, int], batch: int) -> float:
+    """Perturbed-attention guidance: three branches in one call, of which a processor makes two and one."""
+    errors = []
+    for scale in (0.0, 4.0):  # with and without an unconditional branch
+        pipes = []
+        for _ in range(2):
+            parts = {k: v for k, v in pipeline("sd3").components.items() if k not in ("image_encoder", "feature_extractor")}
+            pipe = StableDiffusion3PAGPipeline(**parts, pag_applied_layers="blocks.1")
+            pipe.set_progress_bar_config(disable=True)
+            pipes.append(pipe)
+        call = {"pag_scale": 2.0, "guidance_scale": scale, "batch": batch}
+        expected = tensor(pipes[0](**call_arguments("sd3", **call)))
+        with Parallel(pipes[1], EngineConfig(timeout=25, **fields)) as parallel:
+            errors.append(relative_error(tensor(parallel(**call_arguments("sd3", **call))), expected))
+    return max(errors)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_three_batched_branches_of_a_processor_that_couples_them(
+    pool2: RankPool, pool3: RankPool, batch: int
+) -> None:
+    assert max(pool2.run(perturbed, {"cfg_degree": 2}, batch)) < 1e-5
+    assert max(pool3.run(perturbed, {"cfg_degree": 3}, batch)) < 1e-5
+
+
+def contexts_seen() -> tuple[float, list[str], list[str]]:
+    """A pipeline with a guider, whose transformer has no plan: cache contexts seen where calls are computed."""
+    pipes = [hunyuan_image() for _ in range(2)]
+    expected = tensor(pipes[0](**hunyuan_image_arguments()))
+    seen: list[str] = []
+    model = pipes[1].transformer
+    entered: list[str] = []
+    cache_context = model.cache_context
+
+    def noting(name: str, **kwargs: Any) -> Any:
+        entered.append(name)
+        return cache_context(name, **kwargs)
+
+    model.cache_context = noting
+    model.transformer_blocks[0].register_forward_pre_hook(lambda *_: seen.append(entered[-1]))
+    with Parallel(pipes[1], EngineConfig(timeout=25, cfg_degree=2)) as parallel:
+        error = relative_error(tensor(parallel(**hunyuan_image_arguments())), expected)
+    return error, seen, entered
+
+
+def test_guiders_and_cache_contexts_see_what_they_see_in_one_process(pool2: RankPool) -> None:
+    for rank, (error, seen, entered) in enumerate(pool2.run(contexts_seen)):
+        assert error < 1e-5
+        assert entered == ["pred_cond", "pred_uncond"] * 3
+        assert seen == [entered[rank]] * 3
+
+
+def unplanned_batched() -> str:
+    """A batched pipeline whose transformer has no plan is refused when it shows what it is."""
+    pipe = pipeline("sd3")
+
+    class Unplanned(type(pipe.transformer)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            return super().forward(hidden_states, **kwargs)
+
+    pipe.transformer.__class__ = Unplanned
+    with Parallel(pipe, EngineConfig(timeout=25, cfg_degree=2)) as parallel:
+        try:
+            parallel(**call_arguments("sd3"))
+        except NotImplementedError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_batched_branches_without_a_plan_are_refused(pool2: RankPool) -> None:
+    for text in pool2.run(unplanned_batched):
+        assert "Unplanned is called with 2 rows for 1 picture" in text
 
 
 def warnings_of_two_calls() -> list[str]:

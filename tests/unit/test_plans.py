@@ -188,3 +188,29 @@ def test_a_forward_that_skips_the_block_at_an_end_is_refused(skip: tuple[int, ..
         pytest.raises(UnsupportedError, match=f"did not run its {which} block"),
     ):
         model(torch.randn(2, 7, 4), torch.randn(2, 7, 4), skip)
+
+
+def test_without_a_plan_only_a_forward_that_names_its_inputs_can_share_branches() -> None:
+    class Opaque(torch.nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return args
+
+    with pytest.raises(UnsupportedError, match="Opaque does not name its inputs"):
+        ModelPlan.of_branches(Opaque())
+    assert ModelPlan.of_branches(Stack()).batch == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch": ()}, "missing"),
+        ({"batch": ("hidden_states",)}, "missing:.*timestep"),
+        ({"unbatched": ("no_such",)}, "not there: \\['no_such'\\]"),
+    ],
+)
+def test_a_plan_must_say_which_arguments_have_rows(change: dict[str, Any], text: str) -> None:
+    model = transformer("wan")
+    with pytest.raises(UnsupportedError, match=text):
+        replace(find_plan(model), **change).check_batch(model)
+    for kind in KINDS:
+        find_plan(transformer(kind)).check_batch(transformer(kind))

@@ -68,10 +68,6 @@ class ParallelTransformer:
         """Whether this rank runs anything but all blocks on all tokens."""
         return self.groups.count * self.patches > 1 or len(self.stage.bounds) > 2
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name."""
-        return dict(forward_signature(self.module).bind(*args, **kwargs).arguments)
-
     def _install_in_blocks(self) -> None:
         blocks = self.plan.block_modules(self.module)
         self._check_blocks(blocks)

@@ -102,6 +102,17 @@ class ModelPlan:
                     yield name, module, streams
                     break
 
+    @classmethod
+    def of_branches(cls, transformer: nn.Module) -> "ModelPlan":
+        """What is certain about any transformer: enough to compute guidance branches that are calls of their own."""
+        parameters = forward_signature(transformer).parameters
+        main = next(iter(parameters.values()), None)
+        if main is None or main.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise UnsupportedError(
+                f"{type(transformer).__name__} does not name its inputs in forward; pass a ModelPlan."
+            )
+        return cls(blocks=(), streams=(), returns=(), attention={}, batch=(main.name,))
+
     def check_batch(self, transformer: nn.Module) -> None:
         """Refuse a plan that does not say of every root argument whether it has a batch dim.
 
@@ -153,6 +164,16 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
     """Signature of a module's forward as its class defines it, without `self`."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a module's forward by name, those of a `**kwargs` parameter beside the others."""
+    signature = forward_signature(module)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+    return arguments
 
 
 def getattr_path(module: nn.Module, path: str) -> Any:

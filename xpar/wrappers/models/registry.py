@@ -1,6 +1,6 @@
 """From a transformer to its plan."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -19,8 +19,17 @@ PLANS: Mapping[str, ModelPlan] = {
 }
 
 
-def find_plan(transformer: nn.Module, plans: Mapping[type, ModelPlan] | None = None) -> ModelPlan:
+def find_plan(
+    transformer: nn.Module,
+    plans: Mapping[type, ModelPlan] | None = None,
+    otherwise: Callable[[nn.Module], ModelPlan] | None = None,
+) -> ModelPlan:
     """The plan of a transformer: the user's own, else xpar's for its class, or for a base class whose forward it keeps.
+
+    Args:
+        transformer: the transformer.
+        plans: the user's plans, by class.
+        otherwise: makes the plan of a class that none is known for.
 
     Raises:
         UnsupportedError: no plan is known; the message says which are and how to pass one.
@@ -31,6 +40,8 @@ def find_plan(transformer: nn.Module, plans: Mapping[type, ModelPlan] | None = N
         if plan is not None and keeps_forward:
             plan.check(transformer)
             return plan
+    if otherwise is not None:
+        return otherwise(transformer)
     name = type(transformer).__name__
     raise UnsupportedError(
         f"no plan is known for {name}; known are {', '.join(PLANS)}. "

@@ -2,11 +2,13 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
+from xpar.wrappers.pipelines.sharing import replaced
 from xpar.wrappers.pipelines.turns import LoopEnded
 
 
@@ -34,26 +36,16 @@ class EncoderReplay:
         self._current_loop, self._last_loop = current_loop, last_loop
         self._outputs: dict[tuple[int, int], Any] = {}
         self._calls: Counter[tuple[int, int]] = Counter()
-        self._replaced: list[tuple[nn.Module, str, Any]] = []
 
-    def __enter__(self) -> "EncoderReplay":
-        for index, (module, method) in enumerate(self._encoders):
-            self._replace(module, method, self._recorder(index, getattr(module, method)))
-        for module, method in self._decoders:
-            self._replace(module, method, self._ending(getattr(module, method)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._replaced:
-            module, method, before = self._replaced.pop()
-            if before is None:
-                module.__dict__.pop(method)
-            else:
-                module.__dict__[method] = before
-
-    def _replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-        self._replaced.append((module, method, module.__dict__.get(method)))
-        module.__dict__[method] = function
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Record and replay inside."""
+        with ExitStack() as stack:
+            for index, (module, method) in enumerate(self._encoders):
+                stack.enter_context(replaced(module, method, self._recorder(index, getattr(module, method))))
+            for module, method in self._decoders:
+                stack.enter_context(replaced(module, method, self._ending(getattr(module, method))))
+            yield
 
     def _recorder(self, index: int, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

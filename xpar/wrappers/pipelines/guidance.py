@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from xpar.core.distributed.collectives import all_gather_uneven, group_rank, group_size
-from xpar.wrappers.models.plan import map_tensors
+from xpar.errors import UnsupportedError
+from xpar.wrappers.models.plan import map_tensors, named_arguments
 from xpar.wrappers.pipelines.deferred import Deferred, settle
 from xpar.wrappers.pipelines.regions import tensors_of
 from xpar.wrappers.pipelines.rows import RowSplit, cut_batch
@@ -61,17 +62,24 @@ class GuidanceSplit:
     ) -> None:
         self.compute, self.cfg, self.pictures = compute, cfg, pictures
         self.used = cfg is None
+        self.current_split: tuple[RowSplit, int] | None = None
         self._by_picture, self._by_row = RowSplit([dp]), RowSplit([dp, cfg])
         self._branches: defaultdict[int, list[Branch]] = defaultdict(list)
         self._forms: dict[tuple[Any, ...], Any] = {}
 
     def denoise(self, transformer: ParallelTransformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute this rank's share of a call; return the output, or what will be the output."""
-        arguments = transformer.named(settle(args), settle(kwargs))
+        arguments = named_arguments(transformer.module, settle(args), settle(kwargs))
         main = arguments[transformer.plan.batch[0]]
         rows = len(main)
         if self.pictures is not None and rows > self.pictures:
             self.used = True
+            if not transformer.plan.blocks:
+                raise UnsupportedError(
+                    f"{type(transformer.module).__name__} is called with {rows} rows for {self.pictures} picture(s), "
+                    "and without a plan it is not known which arguments have rows; pass a ModelPlan with batch and "
+                    "unbatched, or use cfg_degree=1"
+                )
             return self._shared(self._by_row, transformer, arguments, rows)
         if self.cfg is None:
             return self._shared(self._by_picture, transformer, arguments, rows)
@@ -81,10 +89,13 @@ class GuidanceSplit:
         if split.parts == 1:
             return self.compute.denoise(transformer, (), arguments)
 
-        def call(**own: Any) -> Any:
-            return self.compute.denoise(transformer, (), own)
-
-        return split.run(call, rows, arguments, transformer.plan, transformer.name)
+        held = split.held(rows)
+        self.current_split = (split, rows)
+        try:
+            own = cut_batch(arguments, rows, held, transformer.plan, transformer.name)
+            return split.gather(self.compute.denoise(transformer, (), own), rows)
+        finally:
+            self.current_split = None
 
     def _sequential(self, transformer: ParallelTransformer, arguments: dict[str, Any], rows: int) -> Any:
         loop = self.compute.loop()
@@ -96,8 +107,10 @@ class GuidanceSplit:
         if branch.owner == group_rank(self.cfg):
             branch.output = self._shared(self._by_picture, transformer, arguments, rows)
         else:
-            held = self._by_picture.held(rows)
-            self.compute.skip(transformer, (), cut_batch(arguments, rows, held, transformer.plan, transformer.name))
+            if self._by_picture.parts > 1:
+                held = self._by_picture.held(rows)
+                arguments = cut_batch(arguments, rows, held, transformer.plan, transformer.name)
+            self.compute.skip(transformer, (), arguments)
         if len(pending) == group_size(self.cfg):
             self.flush(loop)
             return branch.output

@@ -68,9 +68,8 @@ class PatchLoops:
         with ExitStack() as stack:
             stack.enter_context(self.sharing.installed(self.pipe, self.transformers, call, pictures))
             stack.enter_context(steps_through(self.pipe, functools.partial(_composing, call=call)))
-            stack.enter_context(
-                EncoderReplay(self._encoders(), self._decoders(), lambda: turns.current, self.patches - 1)
-            )
+            replay = EncoderReplay(self._encoders(), self._decoders(), lambda: turns.current, self.patches - 1)
+            stack.enter_context(replay.installed())
             result = self._run(call, turns, arguments, RandomState.now(device))
             self._flush()
         return result

@@ -1,6 +1,6 @@
 """The rows of a batch, shared over ranks: what is independent by row is computed by row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +67,6 @@ class RowSplit:
         for group, together in zip(reversed(self.groups), reversed(sizes[:-1]), strict=True):
             x = all_gather_uneven(x, 0, shares(together, group_size(group)), group)
         return x
-
-    def run(
-        self, function: Callable[..., Any], rows: int, arguments: Mapping[str, Any], plan: ModelPlan, name: str
-    ) -> Any:
-        """Call a denoiser on this rank's rows of its arguments and gather what it returns."""
-        held = self.held(rows)
-        return self.gather(function(**cut_batch(arguments, rows, held, plan, name)), rows)
 
 
 def cut_batch(arguments: Mapping[str, Any], rows: int, held: slice, plan: ModelPlan, name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from xpar.wrappers.models.plan import map_tensors
+from xpar.wrappers.pipelines.coupled_rows import CoupledRows, attention_modules
 from xpar.wrappers.pipelines.deferred import settle
 from xpar.wrappers.pipelines.guidance import Compute, GuidanceSplit
 from xpar.wrappers.pipelines.regions import tensors_of
@@ -38,42 +39,38 @@ class BatchSharing:
         self, pipe: Any, transformers: Sequence[ParallelTransformer], compute: Compute, pictures: int | None
     ) -> Iterator[None]:
         """Send the denoiser calls of a pipeline call through `compute`, shared over both axes; undo it afterwards."""
-        schedule: Any = compute
-        replaced: list[tuple[nn.Module, str, Any]] = []
-        if self.cfg is not None or self.dp is not None:
-            schedule = GuidanceSplit(compute, cfg=self.cfg, dp=self.dp, pictures=pictures)
-            replaced = self._share_ends(pipe, transformers)
-        for transformer in transformers:
-            transformer.schedule = schedule
-        try:
-            yield
-        finally:
+        guidance = None
+        with ExitStack() as stack:
+            if self.cfg is not None or self.dp is not None:
+                guidance = GuidanceSplit(compute, cfg=self.cfg, dp=self.dp, pictures=pictures)
+                self._share_rows(stack, pipe, transformers, guidance)
             for transformer in transformers:
-                transformer.schedule = None
-            for module, method, before in reversed(replaced):
-                if before is None:
-                    module.__dict__.pop(method)
-                else:
-                    module.__dict__[method] = before
-        if schedule is not compute:
-            self._warn_if_idle(schedule)
+                transformer.schedule = guidance or compute
+                stack.callback(setattr, transformer, "schedule", None)
+            yield
+        if guidance is not None:
+            self._warn_if_idle(guidance)
 
-    def _share_ends(self, pipe: Any, transformers: Sequence[ParallelTransformer]) -> list[tuple[nn.Module, str, Any]]:
-        """Text encoders by dp, decoding by both axes."""
+    def _share_rows(
+        self, stack: ExitStack, pipe: Any, transformers: Sequence[ParallelTransformer], guidance: GuidanceSplit
+    ) -> None:
+        """Text encoders are shared by dp, decoding by both axes; attention that couples rows is given all of them."""
         denoisers = [transformer.module for transformer in transformers]
-        replaced: list[tuple[nn.Module, str, Any]] = []
         for name, module in pipe.components.items():
             if not isinstance(module, nn.Module) or any(module is denoiser for denoiser in denoisers):
                 continue
+            method, groups = "", [self.dp]
             if hasattr(module, "decode"):
-                method, split = "decode", RowSplit([self.dp, self.cfg])
+                method, groups = "decode", [self.dp, self.cfg]
             elif name.startswith("text_encoder") and self.dp is not None:
-                method, split = "forward", RowSplit([self.dp])
-            else:
-                continue
-            replaced.append((module, method, module.__dict__.get(method)))
-            module.__dict__[method] = by_rows(getattr(module, method), split)
-        return replaced
+                method = "forward"
+            if method:
+                shared = by_rows(getattr(module, method), RowSplit(groups))
+                stack.enter_context(replaced(module, method, shared))
+        for denoiser in denoisers:
+            for module in attention_modules(denoiser):
+                coupled = CoupledRows(module, lambda: guidance.current_split)
+                stack.enter_context(replaced(module, "forward", coupled))
 
     def _warn_if_idle(self, guidance: GuidanceSplit) -> None:
         if guidance.used or self._warned:
@@ -87,18 +84,23 @@ class BatchSharing:
 
 
 def by_rows(function: Callable[..., Any], split: RowSplit) -> Callable[..., Any]:
-    """A module's method whose batch is shared over ranks. Batches of one are computed by all."""
+    """A module's method whose batch is shared over ranks.
+
+    Every rank computes the whole call where it cannot be shared: a batch of one, or an argument without its rows (the
+    patches of several pictures in one tensor, say).
+    """
 
     @functools.wraps(function)
     def shared(*args: Any, **kwargs: Any) -> Any:
         tensors = tensors_of([list(args), kwargs])
-        rows = tensors[0].shape[0] if tensors and tensors[0].ndim > 0 else 0
+        sizes = {x.shape[0] if x.ndim > 0 else 0 for x in tensors}
+        rows = sizes.pop() if len(sizes) == 1 else 0
         if rows < 2:
             return function(*args, **kwargs)
         held = split.held(rows)
 
         def cut(x: torch.Tensor) -> torch.Tensor:
-            return x[held] if x.ndim > 0 and x.shape[0] == rows else x
+            return x[held]
 
         return split.gather(function(*map_tensors(cut, args), **map_tensors(cut, kwargs)), rows)
 
@@ -106,16 +108,27 @@ def by_rows(function: Callable[..., Any], split: RowSplit) -> Callable[..., Any]
 
 
 @contextmanager
-def steps_through(pipe: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace `step` of the pipeline's schedulers on the instances, and put it back."""
-    schedulers = [c for c in pipe.components.values() if hasattr(c, "step") and not isinstance(c, nn.Module)]
-    for scheduler in schedulers:
-        scheduler.__dict__["step"] = around(scheduler.step)
+def replaced(owner: Any, method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method on one object, and put back what was there."""
+    before = vars(owner).get(method)
+    vars(owner)[method] = function
     try:
         yield
     finally:
-        for scheduler in schedulers:
-            scheduler.__dict__.pop("step", None)
+        if before is None:
+            vars(owner).pop(method, None)
+        else:
+            vars(owner)[method] = before
+
+
+@contextmanager
+def steps_through(pipe: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace `step` of the pipeline's schedulers on the instances, and put it back."""
+    with ExitStack() as stack:
+        for component in pipe.components.values():
+            if hasattr(component, "step") and not isinstance(component, nn.Module):
+                stack.enter_context(replaced(component, "step", around(component.step)))
+        yield
 
 
 def settling(step: Callable[..., Any]) -> Callable[..., Any]:
