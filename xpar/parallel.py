@@ -1,6 +1,5 @@
 """`Parallel`: one diffusers pipeline on many devices. The whole story, in order."""
 
-import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +12,10 @@ from xpar.config import EngineConfig
 from xpar.core.distributed.channel import Channel
 from xpar.core.distributed.grid import Axis, RankGrid
 from xpar.core.shard_groups import ShardGroups
-from xpar.errors import ConfigError, UnsupportedError, XparError
+from xpar.errors import UnsupportedError, XparError
 from xpar.wrappers.layers.stage import Stage, balance, block_cost
-from xpar.wrappers.models import ModelPlan, find_plan
+from xpar.wrappers.models import ModelPlan
+from xpar.wrappers.pipelines.inspection import Denoisers, bind_call, find_denoisers
 from xpar.wrappers.pipelines.patch_loops import PatchLoops
 from xpar.wrappers.pipelines.pictures import check_pictures
 from xpar.wrappers.pipelines.random_state import share_random_state
@@ -57,7 +57,7 @@ class Parallel:
         group: ProcessGroup | None = None,
         plans: Mapping[type, ModelPlan] | None = None,
     ) -> None:
-        planned = _check(pipe, config, plans)
+        denoisers = find_denoisers(pipe, config, plans)
         self.pipe, self.config = pipe, config
         self.grid = RankGrid.build(config, mesh=mesh, group=group, device=pipe._execution_device)
         self._closed = False
@@ -65,52 +65,35 @@ class Parallel:
         self._transformers: list[ParallelTransformer] = []
         self._runner: PatchLoops | WholeCalls | None = None
         try:
-            self._wrap(planned)
+            self._wrap(denoisers)
         except BaseException:
             self.close()
             raise
 
-    def _wrap(self, planned: Mapping[str, tuple[nn.Module, ModelPlan]]) -> None:
+    def _wrap(self, denoisers: Denoisers) -> None:
         """Spread tokens over ring and ulysses, blocks over stages; with all degrees 1 nothing is touched."""
         config, grid = self.config, self.grid
         if config.world_size == config.patches == 1:
             return
-        sharing = BatchSharing(grid.group(Axis.CFG), grid.group(Axis.DP), grid.is_main)
         groups = ShardGroups(grid.group(Axis.RING), grid.group(Axis.ULYSSES))
-        patched = config.patches > 1 or config.pipefusion_degree > 1
         forward, back = (_channel(g, config.patches) for g in (grid.pipefusion_forward, grid.pipefusion_back))
-        for name, (module, plan) in planned.items():
-            bounds: tuple[int, ...] = (
-                0,
-                0,
-            )  # of no stages: blocks are only told apart where tokens or blocks are spread
-            if plan.blocks:
-                costs = [block_cost(block, plan) for _, block in plan.block_modules(module)]
-                bounds = balance(costs, config.pipefusion_degree)
-            stage = Stage(grid.coordinate(Axis.PIPEFUSION), bounds, forward)
-            self._transformers.append(
-                ParallelTransformer(
-                    name,
-                    module,
-                    plan,
-                    groups=groups,
-                    patches=config.patches,
-                    stage=stage,
-                    backend=config.attention_backend,
-                )
-            )
-        if not patched:
+        index, stages = grid.coordinate(Axis.PIPEFUSION), config.pipefusion_degree
+        for name, (module, plan) in denoisers.items():
+            stage = _stage(module, plan, index, stages, forward)
+            shares: dict[str, Any] = {"groups": groups, "patches": config.patches, "stage": stage}
+            wrapped = ParallelTransformer(name, module, plan, **shares, backend=config.attention_backend)
+            self._transformers.append(wrapped)
+        sharing = BatchSharing(grid.group(Axis.CFG), grid.group(Axis.DP), grid.is_main)
+        if config.patches == stages == 1:
             self._runner = WholeCalls(self.pipe, self._transformers, sharing)
         else:
-            self._runner = PatchLoops(
-                self.pipe,
-                self._transformers,
-                patches=config.patches,
-                warmup=config.warmup_steps,
-                stages=config.pipefusion_degree,
-                back=back,
-                sharing=sharing,
-            )
+            schedule: dict[str, Any] = {
+                "patches": config.patches,
+                "warmup": config.warmup_steps,
+                "stages": stages,
+                "back": back,
+            }
+            self._runner = PatchLoops(self.pipe, self._transformers, sharing=sharing, **schedule)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline with its own arguments; all ranks of the grid must call, with the same ones.
@@ -122,7 +105,7 @@ class Parallel:
             XparError: the object is closed, or a former call failed half-way through its communication.
         """
         self._check_usable()
-        arguments = _bind(self.pipe, args, kwargs)
+        arguments = bind_call(self.pipe, args, kwargs)
         pictures = check_pictures(arguments, self.config.dp_degree)
         if arguments.get("generator") is None:
             share_random_state(self.pipe._execution_device, self.grid.all_ranks)
@@ -203,58 +186,12 @@ class Parallel:
         return getattr(self.pipe, name)
 
 
-def _check(
-    pipe: Any, config: EngineConfig, plans: Mapping[type, ModelPlan] | None
-) -> dict[str, tuple[nn.Module, ModelPlan]]:
-    """Refuse what cannot be spread, before any communication; return the denoisers and their plans."""
-    if not isinstance(config, EngineConfig):
-        raise ConfigError(f"config must be an EngineConfig, got {type(config).__name__}")
-    if not hasattr(pipe, "components"):
-        raise UnsupportedError(f"{type(pipe).__name__} is no diffusers pipeline: it has no components")
-    if config.world_size == config.patches == 1:
-        return {}
-    if getattr(pipe, "hf_device_map", None):
-        raise UnsupportedError("the pipeline is spread by device_map; load it without one, every rank holds it whole")
-    denoisers = {
-        name: module
-        for name, module in pipe.components.items()
-        if isinstance(module, nn.Module) and "transformer" in name
-    }
-    if not denoisers:
-        raise UnsupportedError(
-            f"{type(pipe).__name__} has no transformer component (it has {', '.join(pipe.components)}); "
-            "only transformer pipelines can be spread"
-        )
-    if config.patches > 1 and getattr(pipe, "controlnet", None) is not None:
-        raise UnsupportedError(
-            "num_patches > 1 with a ControlNet, which would see latents of mixed noise levels; use num_patches=1, "
-            "ulysses_degree or ring_degree"
-        )
-    for name, module in denoisers.items():
-        if hasattr(module.forward, "xpar_owner"):
-            raise UnsupportedError(f"{name} is wrapped already; close() the other Parallel object first")
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise UnsupportedError(f"{name} has weights on the meta device (sequential offload?); load them first")
-    # Guidance branches that are calls of their own need no plan; what a pipeline does shows only when it is called.
-    only_branches = config.cfg_degree == config.world_size and config.patches == 1
-    otherwise = ModelPlan.of_branches if only_branches else None
-    planned = {name: (module, find_plan(module, plans, otherwise)) for name, module in denoisers.items()}
-    for module, plan in planned.values():
-        if plan.blocks and config.cfg_degree * config.dp_degree > 1:
-            plan.check_batch(module)
-    return planned
-
-
-def _bind(pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, bound to the pipeline's own signature."""
-    signature = inspect.signature(type(pipe).__call__)
-    bound = signature.bind(pipe, *args, **kwargs)
-    arguments = dict(bound.arguments)
-    arguments.pop(next(iter(signature.parameters)))
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(name, {}))
-    return arguments
+def _stage(module: nn.Module, plan: ModelPlan, index: int, stages: int, forward: Channel | None) -> Stage:
+    """This rank's share of the blocks. Without a plan of its blocks a transformer has one stage of unknown length."""
+    if not plan.blocks:
+        return Stage(0, (0, 0))
+    costs = [block_cost(block, plan) for _, block in plan.block_modules(module)]
+    return Stage(index, balance(costs, stages), forward)
 
 
 def _channel(group: ProcessGroup | None, patches: int) -> Channel | None:

@@ -92,15 +92,15 @@ class Turns:
 
 
 def inherit_thread_state(function: Callable[[], None]) -> Callable[[], None]:
-    """Make a function run on another thread with this thread's grad mode, inference mode, autocast and CUDA device."""
+    """Make a function run on another thread with this thread's grad and inference mode, autocast and CUDA stream."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     autocast = {name: (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices}
-    cuda = torch.cuda.current_device() if torch.cuda.is_available() else None
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
     def run() -> None:
-        if cuda is not None:
-            torch.cuda.set_device(cuda)
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # and its device
         for name, (enabled, dtype) in autocast.items():
             torch.set_autocast_enabled(name, enabled)
             torch.set_autocast_dtype(name, dtype)
