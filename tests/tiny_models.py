@@ -11,6 +11,9 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
+    FluxImg2ImgPipeline,
+    FluxInpaintPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanImagePipeline,
@@ -20,6 +23,7 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -42,7 +46,7 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-def transformer(kind: str, heads: int = 6, layers: int = 2) -> nn.Module:
+def transformer(kind: str, heads: int = 6, layers: int = 2, in_channels: int = 4) -> nn.Module:
     """A tiny transformer of a kind: flux, sd3, qwen, qwen_edit, wan, wan_i2v or wan_ti2v."""
     if kind == "flux":
         model: nn.Module = FluxTransformer2DModel(
@@ -91,7 +95,7 @@ def transformer(kind: str, heads: int = 6, layers: int = 2) -> nn.Module:
             patch_size=(1, 2, 2),
             num_attention_heads=heads,
             attention_head_dim=12,
-            in_channels=4,
+            in_channels=in_channels,
             out_channels=4,
             text_dim=16,
             freq_dim=32,
@@ -318,3 +322,32 @@ def hunyuan_image_arguments() -> dict[str, Any]:
             arguments[f"{prefix}prompt_embeds{suffix}"] = torch.randn(1, length, width, generator=draw)
             arguments[f"{prefix}prompt_embeds_mask{suffix}"] = torch.ones(1, length, dtype=torch.long)
     return {**arguments, "return_dict": False, "generator": torch.Generator().manual_seed(7)}
+
+
+def variant(name: str) -> tuple[Any, dict[str, Any]]:
+    """A pipeline of one of the families that is no text-to-image one, and its further arguments."""
+    draw = torch.Generator().manual_seed(4)
+    family = "wan" if name.startswith("wan") else "flux"
+    pipe = pipeline(family)
+    parts = dict(pipe.components)
+    picture = torch.rand(1, 3, 16, 24, generator=draw)
+    if name == "flux img2img":
+        pipe, more = FluxImg2ImgPipeline(**parts), {"image": picture, "strength": 0.8, "steps": 5}
+    elif name == "flux inpaint":
+        mask = torch.zeros(1, 1, 16, 24)
+        mask[..., :7, 5:] = 1.0
+        pipe, more = FluxInpaintPipeline(**parts), {"image": picture, "mask_image": mask, "strength": 0.8, "steps": 5}
+    elif name == "flux kontext":
+        pipe = FluxKontextPipeline(**parts)
+        more = {"image": picture, "max_area": 16 * 24, "_auto_resize": False}
+    elif name == "wan per-token times":
+        pipe, more = WanPipeline(**parts, expand_timesteps=True), {}
+    else:
+        parts["transformer"] = transformer("wan", 4, in_channels=12)  # latents, mask and condition
+        pipe = WanImageToVideoPipeline(**parts, image_encoder=None, image_processor=None)
+        more = {"image": torch.rand(1, 3, 48, 80, generator=draw)}
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, {"family": family, **more}
+
+
+VARIANTS = ("flux img2img", "flux inpaint", "flux kontext", "wan per-token times", "wan image to video")

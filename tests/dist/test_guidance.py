@@ -12,11 +12,13 @@ from tests.dist.pool import RankPool
 from tests.dist.recorder import recorded
 from tests.tiny_models import (
     FAMILIES,
+    VARIANTS,
     call_arguments,
     hunyuan_image,
     hunyuan_image_arguments,
     pipeline,
     relative_error,
+    variant,
 )
 from xpar import EngineConfig, Parallel
 
@@ -204,6 +206,21 @@ def adapt(model: Any, how: str) -> None:
 )
 def test_guidance_may_change_and_results_may_be_used_early(pool2: RankPool, name: str) -> None:
     assert max(pool2.run(guidance_that_changes, name, timeout=30)) < 1e-5
+
+
+def variant_on_ranks(name: str, fields: dict[str, int]) -> float:
+    pipes, more = zip(*(variant(name) for _ in range(2)), strict=True)
+    expected = tensor(pipes[0](**call_arguments(**more[0])))
+    with Parallel(pipes[1], EngineConfig(timeout=25, **fields)) as parallel:
+        return relative_error(tensor(parallel(**call_arguments(**more[1]))), expected)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_edits_and_image_to_video_on_every_axis(pool2: RankPool, pool4: RankPool, name: str) -> None:
+    for fields in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):
+        assert max(pool2.run(variant_on_ranks, name, fields)) < 1e-5
+    fields = {"cfg_degree": 2, "pipefusion_degree": 2, "num_patches": 2, "warmup_steps": 9}
+    assert max(pool4.run(variant_on_ranks, name, fields)) < 1e-5
 
 
 def perturbed(fields: dict[str, int], batch: int) -> float:

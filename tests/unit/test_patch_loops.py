@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler
 
-from tests.tiny_models import FAMILIES, call_arguments, pipeline, relative_error
+from tests.tiny_models import FAMILIES, VARIANTS, call_arguments, pipeline, relative_error, variant
 from xpar import EngineConfig, Parallel
 
 
@@ -164,20 +164,20 @@ def test_a_scheduler_that_draws_noise_draws_the_same_in_every_patch() -> None:
             assert relative_error(call(parallel), expected) < 0.1
 
 
-def test_a_picture_is_encoded_once_and_edited_patch_by_patch() -> None:
-    pipe = FluxImg2ImgPipeline(**pipeline("flux").components)
-    pipe.set_progress_bar_config(disable=True)
-    picture = torch.rand(1, 3, 16, 24, generator=torch.Generator().manual_seed(1))
-    call = {"image": picture, "strength": 0.8, "steps": 5}
-    expected = tensor(pipe(**call_arguments("flux", **call)))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_edits_and_image_to_video_run_patch_by_patch_and_encode_once(name: str) -> None:
+    pipe, more = variant(name)
+    expected = tensor(pipe(**call_arguments(**more)))
     encoded: list[int] = []
     handle = pipe.vae.encoder.register_forward_hook(lambda *_: encoded.append(1))
-    with patched(pipe, warmup=5) as parallel:
-        assert torch.equal(tensor(parallel(**call_arguments("flux", **call))), expected)
+    pipe(**call_arguments(**more))
+    once = len(encoded)
+    with patched(pipe, warmup=9) as parallel:
+        assert torch.equal(tensor(parallel(**call_arguments(**more))), expected)
     handle.remove()
-    assert len(encoded) == 1
+    assert len(encoded) == 2 * once
     with patched(pipe, warmup=1) as parallel:
-        assert relative_error(tensor(parallel(**call_arguments("flux", **call))), expected) < 0.1
+        assert relative_error(tensor(parallel(**call_arguments(**more))), expected) < 0.1
 
 
 def test_the_pipeline_is_left_as_one_process_leaves_it() -> None:
