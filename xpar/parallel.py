@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from xpar.config import EngineConfig
+from xpar.core.distributed.call_agreement import agree_on_call
 from xpar.core.distributed.channel import Channel
 from xpar.core.distributed.grid import Axis, RankGrid
 from xpar.core.shard_groups import ShardGroups
@@ -61,6 +62,7 @@ class Parallel:
         self.pipe, self.config = pipe, config
         self.grid = RankGrid.build(config, mesh=mesh, group=group, device=pipe._execution_device)
         self._closed = False
+        self._calls = 0
         self._failure: BaseException | None = None
         self._transformers: list[ParallelTransformer] = []
         self._runner: PatchLoops | WholeCalls | None = None
@@ -102,11 +104,15 @@ class Parallel:
             The pipeline's output, on every rank.
 
         Raises:
+            RankMismatchError: on every rank, if they were called with different arguments.
             XparError: the object is closed, or a former call failed half-way through its communication.
         """
         self._check_usable()
         arguments = bind_call(self.pipe, args, kwargs)
         pictures = check_pictures(arguments, self.config.dp_degree)
+        self._calls += 1
+        facts = {"call number": self._calls, "pipeline": type(self.pipe).__name__, "dtype": str(self.pipe.dtype)}
+        agree_on_call(facts, arguments, self.grid.all_ranks)
         if arguments.get("generator") is None:
             share_random_state(self.pipe._execution_device, self.grid.all_ranks)
         try:

@@ -1,0 +1,131 @@
+"""Ranks agree on what a call is, before anything else of it is communicated, or all of them say what differs.
+
+Ranks that call with different arguments hang, abort, or get wrong data without an error: neither gloo nor NCCL compares
+what ranks do. So each call begins with one all-gather of a fixed vector of 64-bit integers.
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from xpar.errors import RankMismatchError
+
+# Arguments that are compared one by one, so that the error can name them; all others share one slot.
+_NAMED = (
+    "num_inference_steps",
+    "height",
+    "width",
+    "num_frames",
+    "prompt",
+    "negative_prompt",
+    "prompt_embeds",
+    "guidance_scale",
+    "true_cfg_scale",
+    "generator",
+    "latents",
+    "image",
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+    "output_type",
+    "callback_on_step_end",
+)
+_OTHERS = "other arguments"
+
+
+def agree_on_call(facts: Mapping[str, Any], arguments: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    """Compare a call over the ranks of a group.
+
+    Args:
+        facts: what else must be equal (call number, pipeline class, dtype, ...), the same names on every rank.
+        arguments: the call's arguments by name.
+        group: the ranks, or None for one.
+
+    Raises:
+        RankMismatchError: on every rank, naming the fields that differ and their values by rank.
+    """
+    if group is None:
+        return
+    fields = {**facts, **{name: arguments.get(name) for name in _NAMED}}
+    fields[_OTHERS] = {name: value for name, value in sorted(arguments.items()) if name not in _NAMED}
+    own = torch.tensor([_code(value) for value in fields.values()], dtype=torch.int64)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    every = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64, device=device)
+    dist.all_gather_single(every, own.to(device), group=group)
+    by_rank = every.view(-1, own.numel()).cpu()
+    differing = [name for name, same in zip(fields, (by_rank == by_rank[0]).all(0).tolist(), strict=True) if not same]
+    if differing:
+        raise RankMismatchError(_describe({name: fields[name] for name in differing}, group))
+
+
+def _describe(fields: Mapping[str, Any], group: ProcessGroup) -> str:
+    """The message; all ranks come here together, so they can tell each other what their values are."""
+    shown: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shown, {name: _show(value) for name, value in fields.items()}, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    lines = []
+    for name in fields:
+        values = " ".join(f"rank{rank}={of_rank[name]}" for rank, of_rank in zip(ranks, shown, strict=True))
+        lines.append(f"{name}: {values}")
+    return f"the ranks were called with different arguments; {'; '.join(lines)}; pass the same on every rank"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (str, int, float, type(None))):
+        text = repr(value)
+    elif torch.is_tensor(value):
+        text = f"{tuple(value.shape)} {value.dtype} #{_code(value) & 0xFFFFFF:06x}"
+    elif isinstance(value, torch.Generator):
+        text = f"seed {value.initial_seed()} #{_code(value) & 0xFFFFFF:06x}"
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key}={_show(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(_show(item) for item in value) + "]"
+    else:
+        text = f"{type(value).__name__} #{_code(value) & 0xFFFFFF:06x}"
+    return text if len(text) <= 200 else f"{text[:190]}... #{_code(value) & 0xFFFFFF:06x}"
+
+
+def _code(value: Any) -> int:
+    """A number that is equal for equal values: small integers are themselves, the rest is hashed to 63 bits."""
+    if type(value) is int and 0 <= value < 2**31:
+        return value
+    digest = hashlib.blake2b(digest_size=8)
+    _feed(digest, value)
+    return int.from_bytes(digest.digest(), "little") >> 1 | 1 << 62
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Put a value into a digest, with its type, in a form that does not depend on the process."""
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, (str, bool, int, type(None))):
+        digest.update(repr(value).encode())
+    elif isinstance(value, float):
+        digest.update(struct.pack("<d", value))
+    elif torch.is_tensor(value):
+        digest.update(repr((tuple(value.shape), str(value.dtype))).encode())
+        if value.numel():
+            digest.update(struct.pack("<Q", int(_sum_of_bits(value))))
+    elif isinstance(value, torch.Generator):
+        digest.update(value.get_state().numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            _feed(digest, key)
+            _feed(digest, value[key])
+    elif isinstance(value, Sequence):
+        for item in value:
+            _feed(digest, item)
+    elif hasattr(value, "tobytes"):  # pictures and arrays
+        digest.update(repr(getattr(value, "size", None)).encode())
+        digest.update(value.tobytes())
+
+
+def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+    """A checksum of a tensor's bits, computed where the tensor is; the position of each element counts."""
+    bits = value.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2654435761 % 1000003
+    return (bits * weights).sum() & (2**62 - 1)
