@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test lint format bench clean
+.PHONY: venv demo test coverage lint format bench clean
 
 venv: $(READY)
 
@@ -16,6 +16,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(PYTHON) -m pytest
+
+coverage: $(READY)
+	$(PYTHON) -m pytest -m coverage --timeout 900
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         XparError,
     )
     from xpar.parallel import Parallel
+    from xpar.wrappers.vae import parallel_vae
 
 __all__ = [
     "CommTimeoutError",
@@ -35,13 +36,15 @@ __all__ = [
     "UnsupportedError",
     "XparError",
     "__version__",
+    "parallel_vae",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'xpar' has no attribute {name!r}")
-    home = {"Parallel": "xpar.parallel", "EngineConfig": "xpar.config"}.get(name, "xpar.errors")
+    homes = {"Parallel": "xpar.parallel", "EngineConfig": "xpar.config", "parallel_vae": "xpar.wrappers.vae"}
+    home = homes.get(name, "xpar.errors")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

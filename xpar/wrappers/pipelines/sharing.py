@@ -61,6 +61,8 @@ class BatchSharing:
                 continue
             method, groups = "", [self.dp]
             if hasattr(module, "decode"):
+                if hasattr(module.decode, "xpar_owner"):
+                    continue  # a parallel VAE shares rows itself
                 method, groups = "decode", [self.dp, self.cfg]
             elif name.startswith("text_encoder") and self.dp is not None:
                 method = "forward"
