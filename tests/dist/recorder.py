@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from xpar.core.distributed.channel import Channel
@@ -28,7 +29,7 @@ class Recorder:
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
-    """Record everything that is sent inside: all_to_all, ring (one exchange), all_gather, broadcast, send."""
+    """Record everything that is sent inside: all_to_all, ring, all_gather, broadcast, send, and the agreement of a call."""
     recorder = Recorder()
     all_to_all, batch, gather, broadcast = (
         dist.all_to_all_single,
@@ -47,7 +48,8 @@ def recorded() -> Iterator[Recorder]:
         return batch(operations)
 
     def count_gather(output: Any, x: Any, group: Any) -> Any:
-        recorder.add("all_gather", output.numel() - x.numel())
+        kind = "agreement" if x.dtype == torch.int64 else "all_gather"  # what ranks compare at the start of a call
+        recorder.add(kind, output.numel() - x.numel())
         return gather(output, x, group=group)
 
     def count_broadcast(tensor: Any, *args: Any, **kwargs: Any) -> Any:

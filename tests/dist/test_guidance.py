@@ -120,6 +120,8 @@ def counted(family: str, fields: dict[str, int], call: dict[str, Any]) -> tuple[
     block.register_forward_pre_hook(note, with_kwargs=True)
     with Parallel(pipe, EngineConfig(timeout=25, **fields)) as parallel, recorded() as recorder:
         parallel(**call_arguments(family, **{"output_type": "latent", **call}))
+    assert recorder.calls.pop("agreement") == 1
+    recorder.elements.pop("agreement")
     return len(rows), rows, dict(recorder.calls), sum(recorder.elements.values())
 
 

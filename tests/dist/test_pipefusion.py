@@ -126,7 +126,8 @@ def traffic_of_steps() -> dict[str, int]:
     """Elements sent by this stage in 3 steps of which 1 is warm-up, and their number."""
     config = EngineConfig(timeout=30, pipefusion_degree=2, num_patches=4)
     with Parallel(pipeline("flux"), config) as parallel, recorded() as recorder:
-        parallel(**call_arguments("flux", text=8, steps=3, output_type="latent"))
+        parallel(**call_arguments("flux", text=8, steps=3, true_cfg_scale=1.0, output_type="latent"))
+    assert recorder.calls.pop("agreement") == 1
     return {"calls": recorder.calls["send"], "elements": recorder.elements["send"], "kinds": len(recorder.calls)}
 
 
