@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from xpar.core.distributed.collectives import group_rank, group_size
 from xpar.core.long_ctx_attention.backends import check_backend
-from xpar.core.long_ctx_attention.masks import normalise_mask, slice_whole
+from xpar.core.long_ctx_attention.masks import heads_of, normalise_mask, slice_whole
 from xpar.core.long_ctx_attention.ring import ring_attention
 from xpar.core.long_ctx_attention.ulysses import gather_heads, head_share, scatter_heads
 from xpar.core.partition import shares
@@ -118,10 +118,9 @@ def usp_attention(
         )
     check_backend(backend, q_BHSD.device, has_mask=mask is not None or is_causal)
     B, H = q_BHSD.shape[:2]
-    heads = head_share(H, k_BHSD.shape[1], parts, group_rank(ulysses_group))
+    head_share(H, k_BHSD.shape[1], parts, group_rank(ulysses_group))  # refuses head counts that do not divide
     if mask is not None:
-        mask = normalise_mask(mask, B, H, layout.tokens, layout.tokens)
-        mask = mask[:, heads.start : heads.stop] if mask.shape[1] > 1 else mask
+        mask = heads_of(normalise_mask(mask, B, H, layout.tokens, layout.tokens), H, ulysses_group)
     device = q_BHSD.device
     rows = layout.ring_positions(ring_index, device)
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from xpar.core.distributed.collectives import group_rank, group_size
+from xpar.core.distributed.collectives import group_size
 from xpar.core.long_ctx_attention.kernels import attend
-from xpar.core.long_ctx_attention.masks import is_trivial, normalise_mask, slice_whole
+from xpar.core.long_ctx_attention.masks import heads_of, is_trivial, normalise_mask, slice_whole
 from xpar.core.long_ctx_attention.ring import ring_gather
-from xpar.core.long_ctx_attention.ulysses import gather_heads, head_share, scatter_heads
+from xpar.core.long_ctx_attention.ulysses import gather_heads, scatter_heads
 from xpar.core.long_ctx_attention.usp import TokenLayout, usp_attention
 from xpar.core.stale_cache.kv_cache import LayerCache
 from xpar.core.stale_cache.token_partition import TokenPartition
@@ -166,7 +166,7 @@ class _SpanningAttention(TorchFunctionMode):
         scale: float | None,
     ) -> torch.Tensor:
         """Queries of the view against cached keys and values, of which those of the view are refreshed first."""
-        groups, heads, kv_heads = self.flow.groups, q_BHSD.shape[1], k_BHSD.shape[1]
+        groups, heads = self.flow.groups, q_BHSD.shape[1]
         lengths = layout.group_lengths(groups.ring_index)
         q_BHSD, k_BHSD, v_BHSD = scatter_heads(q_BHSD, k_BHSD, v_BHSD, lengths, groups.ulysses)
         k_BHSD, v_BHSD = ring_gather(k_BHSD, v_BHSD, layout.ring_lengths, groups.ring)
@@ -184,9 +184,7 @@ class _SpanningAttention(TorchFunctionMode):
                 columns = cache.positions().to(device)
             if mask is not None:
                 whole = sum(self.flow.partition.length(name) for name in self.layer.streams)
-                share = head_share(heads, kv_heads, group_size(groups.ulysses), group_rank(groups.ulysses))
-                mask = normalise_mask(mask, q_BHSD.shape[0], heads, whole, whole)
-                mask = mask[:, share.start : share.stop] if mask.shape[1] > 1 else mask
+                mask = heads_of(normalise_mask(mask, q_BHSD.shape[0], heads, whole, whole), heads, groups.ulysses)
             mask = slice_whole(mask, is_causal, rows, columns)
         out_BHSD = attend(q_BHSD, k_BHSD, v_BHSD, mask, scale=scale)
         return gather_heads(out_BHSD, lengths, heads, groups.ulysses)

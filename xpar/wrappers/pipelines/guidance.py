@@ -88,7 +88,6 @@ class GuidanceSplit:
     def _shared(self, split: RowSplit, transformer: ParallelTransformer, arguments: dict[str, Any], rows: int) -> Any:
         if split.parts == 1:
             return self.compute.denoise(transformer, (), arguments)
-
         held = split.held(rows)
         self.current_split = (split, rows)
         try:
