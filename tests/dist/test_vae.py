@@ -1,6 +1,7 @@
 """Autoencoders of every class on several ranks against one process: exact to rounding, tiles bit for bit."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 from tests.dist.pool import RankPool
 from tests.dist.recorder import recorded
 from tests.tiny_vaes import CONFIGS, PICTURES, small_tiles, tiny_vae
-from xpar.core.halo import Levels, Split
+from xpar.core.halo import Levels
 from xpar.core.partition import share
 from xpar.errors import ConfigError, RankMismatchError, UnsupportedError
 from xpar.wrappers.vae import parallel_vae
-from xpar.wrappers.vae.gather import gather
+from xpar.wrappers.vae.exact import Cut
+from xpar.wrappers.vae.gather import cut_out, gather
 from xpar.wrappers.vae.ops import SplitOps
 from xpar.wrappers.vae.plans import PLANS, find_vae_plan
 
@@ -74,6 +76,38 @@ def test_exact_on_more_ranks_than_rows(pool4: RankPool, kind: str) -> None:
     assert max(map(max, pool4.run(compare, kind, (3, 3), 2))) < TOLERANCE
 
 
+def on_grid(grid: tuple[int, int]) -> Any:
+    """Have pictures split over this grid of ranks, whatever their shape."""
+    return patch("xpar.wrappers.vae.exact.choose_grid", lambda *_: grid)
+
+
+def compare_on_grid(kind: str, size: Size, frames: int, grid: tuple[int, int] = (2, 2)) -> tuple[float, float]:
+    """Errors of decode and encode on this grid of ranks."""
+    with on_grid(grid):
+        return compare(kind, size, frames)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(("size", "frames"), [((7, 10), 1), ((5, 3), 2), ((3, 5), 2)])
+def test_exact_with_rows_and_columns_split(pool4: RankPool, kind: str, size: Size, frames: int) -> None:
+    """Tiles of four sizes, some of a single row or column."""
+    assert max(map(max, pool4.run(compare_on_grid, kind, size, frames))) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLHunyuanVideo15", "AutoencoderDC"])
+@pytest.mark.parametrize("size", [(1, 4), (4, 1)])
+def test_a_grid_with_idle_ranks(pool4: RankPool, kind: str, size: Size) -> None:
+    assert max(map(max, pool4.run(compare_on_grid, kind, size, 2))) < TOLERANCE
+
+
+@pytest.mark.coverage
+@pytest.mark.parametrize("kind", EXACT)
+def test_every_size_with_rows_and_columns_split(pool4: RankPool, kind: str) -> None:
+    for size in [(7, 10), (10, 7), (3, 5), (3, 3), (2, 2), (12, 10), (16, 16)]:
+        for frames in (1,) if kind in PICTURES else (1, 2, 5):
+            assert max(map(max, pool4.run(compare_on_grid, kind, size, frames))) < TOLERANCE, (size, frames)
+
+
 @pytest.mark.coverage
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -91,12 +125,12 @@ def test_a_batch_is_dealt_or_split(pool3: RankPool, kind: str, batch: int) -> No
     assert max(map(max, pool3.run(compare, kind, (4, 3), 1, batch))) < TOLERANCE
 
 
-def encode_odd(kind: str, size: Size) -> float:
+def encode_odd(kind: str, size: Size, grid: tuple[int, int]) -> float:
     vae = tiny_vae(kind)
     x = torch.randn(1, 3, *(() if kind in PICTURES else (1,)), *size, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         reference = moments(vae.encode(x))
-    with parallel_vae(vae, dist.group.WORLD):
+    with on_grid(grid), parallel_vae(vae, dist.group.WORLD):
         return error(moments(vae.encode(x)), reference)
 
 
@@ -113,12 +147,15 @@ def encode_odd(kind: str, size: Size) -> float:
         "AutoencoderKLMagvit",
     ],
 )
-@pytest.mark.parametrize("size", [(57, 30), (30, 45)])
-def test_encode_of_a_height_that_strides_do_not_divide(pool3: RankPool, kind: str, size: Size) -> None:
-    assert max(pool3.run(encode_odd, kind, size)) < TOLERANCE
+@pytest.mark.parametrize(("size", "grid"), [((57, 30), (3, 1)), ((30, 45), (1, 3)), ((57, 45), (2, 2))])
+def test_encode_of_a_height_that_strides_do_not_divide(
+    request: pytest.FixtureRequest, kind: str, size: Size, grid: tuple[int, int]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{grid[0] * grid[1]}")
+    assert max(pool.run(encode_odd, kind, size, grid)) < TOLERANCE
 
 
-def decode_smooth(kind: str) -> tuple[float, float]:
+def decode_smooth(kind: str, grid: tuple[int, int]) -> tuple[float, float]:
     vae = tiny_vae(kind)
     ramp = torch.linspace(-2, 2, 12).view(12, 1).expand(1, vae.config[find_vae_plan(vae).latent_channels], 12, 10)
     errors = []
@@ -126,17 +163,18 @@ def decode_smooth(kind: str) -> tuple[float, float]:
         z = z.contiguous() if kind in PICTURES else z.unsqueeze(2).contiguous()
         with torch.no_grad():
             reference = vae.decode(z).sample
-        with parallel_vae(vae, dist.group.WORLD):
+        with on_grid(grid), parallel_vae(vae, dist.group.WORLD):
             errors.append(error(vae.decode(z).sample, reference))
     return errors[0], errors[1]
 
 
 @pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderDC"])
-def test_a_gradient_and_a_constant(pool4: RankPool, kind: str) -> None:
-    assert max(map(max, pool4.run(decode_smooth, kind))) < TOLERANCE
+@pytest.mark.parametrize("grid", [(4, 1), (2, 2)])
+def test_a_gradient_and_a_constant(pool4: RankPool, kind: str, grid: tuple[int, int]) -> None:
+    assert max(map(max, pool4.run(decode_smooth, kind, grid))) < TOLERANCE
 
 
-def decode_with_noise() -> float:
+def decode_with_noise(grid: tuple[int, int]) -> float:
     vae = tiny_vae("AutoencoderKLLTXVideo", decoder_inject_noise=(True, True, True, True, True))
     z = latents(vae, "AutoencoderKLLTXVideo", (5, 4), 2)
     with torch.no_grad():
@@ -144,12 +182,13 @@ def decode_with_noise() -> float:
         reference = vae.decode(z).sample
         assert error(vae.decode(z).sample, reference) > 1e-2  # it does draw
     torch.manual_seed(3 if dist.get_rank() == 0 else 9)
-    with parallel_vae(vae, dist.group.WORLD):
+    with on_grid(grid), parallel_vae(vae, dist.group.WORLD):
         return error(vae.decode(z).sample, reference)
 
 
-def test_noise_inside_of_the_decoder_is_that_of_the_first_rank(pool3: RankPool) -> None:
-    assert max(pool3.run(decode_with_noise)) < TOLERANCE
+def test_noise_inside_of_the_decoder_is_that_of_the_first_rank(pool4: RankPool) -> None:
+    for grid in ((4, 1), (2, 2)):
+        assert max(pool4.run(decode_with_noise, grid)) < TOLERANCE
 
 
 def decode_masked() -> float:
@@ -163,8 +202,9 @@ def decode_masked() -> float:
         return error(vae.decode(z, None, image, mask).sample, reference)
 
 
-def test_a_mask_and_its_picture_are_cut_too(pool2: RankPool) -> None:
-    assert max(pool2.run(decode_masked)) < TOLERANCE
+def test_a_mask_and_its_picture_are_cut_too(pool2: RankPool, pool4: RankPool) -> None:
+    """By rows, and by rows and columns."""
+    assert max(*pool2.run(decode_masked), *pool4.run(decode_masked)) < TOLERANCE
 
 
 def decode_half() -> tuple[float, float]:
@@ -229,21 +269,22 @@ def test_tile_mode_turns_tiling_on_until_it_is_closed(pool2: RankPool) -> None:
     assert pool2.run(turn_tiling_on) == [(True, False)] * 2
 
 
-def decode_to_main(batch: int) -> tuple[float, float]:
+def decode_to_main(batch: int, grid: tuple[int, int]) -> tuple[float, float]:
     vae = tiny_vae("AutoencoderKL")
     z = latents(vae, "AutoencoderKL", (7, 5), 1, batch)
     with torch.no_grad():
         reference = vae.decode(z).sample
-    with parallel_vae(vae, dist.group.WORLD, output_ranks="main"):
+    with on_grid(grid), parallel_vae(vae, dist.group.WORLD, output_ranks="main"):
         decoded = vae.decode(z).sample
     return error(decoded, reference), float(decoded.abs().max())
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_output_on_the_main_rank_only(pool3: RankPool, batch: int) -> None:
-    (first, _), *others = pool3.run(decode_to_main, batch)
+@pytest.mark.parametrize(("batch", "grid"), [(1, (4, 1)), (1, (2, 2)), (5, (4, 1))])
+def test_output_on_the_main_rank_only(pool4: RankPool, batch: int, grid: tuple[int, int]) -> None:
+    """Of a picture that is split in one dim or both, and of a batch that is dealt."""
+    (first, _), *others = pool4.run(decode_to_main, batch, grid)
     assert first < TOLERANCE
-    assert [largest for _, largest in others] == [0.0, 0.0]
+    assert [largest for _, largest in others] == [0.0, 0.0, 0.0]
 
 
 def sample_posterior() -> tuple[Tensor, Tensor]:
@@ -335,10 +376,10 @@ def test_close_gives_every_module_back(pool2: RankPool) -> None:
     assert all(pool2.run(close_restores))
 
 
-def count_messages() -> tuple[dict[str, int], int, int]:
+def count_messages(grid: tuple[int, int]) -> tuple[dict[str, int], int, int]:
     """Exchanges of a decode, and how many convolutions and group norms look beyond a row."""
     vae = tiny_vae("AutoencoderKL")
-    with parallel_vae(vae, dist.group.WORLD), recorded() as recorder:
+    with on_grid(grid), parallel_vae(vae, dist.group.WORLD), recorded() as recorder:
         vae.decode(latents(vae, "AutoencoderKL", (7, 8), 1))
     modules = list(vae.decoder.modules())
     convolutions = sum(isinstance(m, torch.nn.Conv2d) and m.kernel_size != (1, 1) for m in modules)
@@ -347,8 +388,14 @@ def count_messages() -> tuple[dict[str, int], int, int]:
 
 def test_one_exchange_for_each_layer(pool3: RankPool) -> None:
     """A halo for each convolution, two steps of the ring, an all-gather for each group norm and for the picture."""
-    for calls, convolutions, norms in pool3.run(count_messages):
+    for calls, convolutions, norms in pool3.run(count_messages, (1, 3)):
         assert calls == {"ring": convolutions + 2, "all_gather": norms + 1}
+
+
+def test_three_exchanges_for_each_convolution_in_a_grid_of_two_by_two(pool4: RankPool) -> None:
+    """Rows, columns, and the columns of the strip at the seam; three steps of the ring."""
+    for calls, convolutions, norms in pool4.run(count_messages, (2, 2)):
+        assert calls == {"ring": 3 * convolutions + 3, "all_gather": norms + 1}
 
 
 def report_memory() -> list[list[int]]:
@@ -382,6 +429,19 @@ def test_a_rank_holds_its_share_only(pool3: RankPool) -> None:
     assert all(held == own for held, own in pool3.run(share_of_work))
 
 
+def tile_of_work() -> list[int]:
+    vae = tiny_vae("AutoencoderKL")
+    shapes = []
+    vae.decoder.conv_out.register_forward_pre_hook(lambda module, args: shapes.append(list(args[0].shape[-2:])))
+    with parallel_vae(vae, dist.group.WORLD):
+        vae.decode(latents(vae, "AutoencoderKL", (7, 10), 1))
+    return shapes[0]
+
+
+def test_a_rank_holds_its_tile_only(pool4: RankPool) -> None:
+    assert pool4.run(tile_of_work) == [[8, 10], [8, 10], [6, 10], [6, 10]]
+
+
 LAYERS = [
     dict(kernel_size=3, padding=1),
     dict(kernel_size=5, padding=2),
@@ -399,39 +459,38 @@ LAYERS = [
 ]
 
 
-def run_layer(layer: torch.nn.Module, x: Tensor, base: int, dim: int) -> Tensor:
+def run_layer(layer: torch.nn.Module, x: Tensor, grid: tuple[int, int], base: Size) -> Tensor:
     """A layer over a split picture, gathered."""
     group = dist.group.WORLD
-    split = Split.deal(base, dist.get_world_size(), dist.get_rank())
-    levels = Levels(split)
-    whole = split.scaled(x.shape[dim] // base, x.shape[dim])
-    levels.add(whole)
-    with torch.no_grad(), SplitOps(levels, dim, group, "none"):
-        out = layer(x.narrow(dim, whole.held_slice.start, whole.held))
-    rows = levels.at(out.shape[dim])
-    start, stop = rows.own
-    return gather(out.narrow(dim, 0, stop - start), dim, rows, group, to_all=True)
+    cut = Cut.by(grid, base, 1, dist.get_rank())
+    levels = Levels(cut.base)
+    whole = {dim: split.scaled(x.shape[dim] // base[dim], x.shape[dim]) for dim, split in cut.base.items()}
+    for dim, split in whole.items():
+        levels.add(dim, split)
+    with torch.no_grad(), SplitOps(levels, group, "none"):
+        out = layer(cut_out(x, whole))
+    return gather(out, levels.of(out.shape), group, to_all=True)
 
 
 def compare_layers(base: int, factor: int, rest: int) -> dict[str, float]:
     errors = {}
+    size = base * factor + rest
+    shapes = {(4, 1): (size, 6), (1, 4): (6, size), (2, 2): (size, 2 * size)}
     for number, config in enumerate(LAYERS):
-        for dim, video in ((-2, False), (-1, True)):
+        for grid, (height, width) in shapes.items():
             torch.manual_seed(number)
-            layer = (torch.nn.Conv3d if video and isinstance(config["kernel_size"], int) else torch.nn.Conv2d)(
-                4, 8, **config
-            )
-            shape = [2, 4, 6, 6, 6] if isinstance(layer, torch.nn.Conv3d) else [2, 4, 6, 6]
-            shape[dim] = base * factor + rest
-            x = torch.randn(shape)
+            is_video = grid == (1, 4) and isinstance(config["kernel_size"], int)
+            layer = (torch.nn.Conv3d if is_video else torch.nn.Conv2d)(4, 8, **config)
+            x = torch.randn(2, 4, *((6,) if is_video else ()), height, width)
+            bases = {(4, 1): (base, 6), (1, 4): (6, base), (2, 2): (base, 2 * base)}[grid]
             with torch.no_grad():
-                errors[f"{config} {dim}"] = error(run_layer(layer, x, base, dim), layer(x))
+                errors[f"{config} {grid}"] = error(run_layer(layer, x, grid, bases), layer(x))
     return errors
 
 
 @pytest.mark.parametrize(("base", "factor", "rest"), [(7, 2, 0), (3, 4, 0), (3, 2, 0), (5, 4, 1), (2, 2, 1)])
 def test_convolutions_of_any_shape(pool4: RankPool, base: int, factor: int, rest: int) -> None:
-    """Shares of one row and of none, halos of several ranks, odd heights."""
+    """Shares of one row and of none, halos of several ranks, odd heights; rows, columns, and both."""
     for errors in pool4.run(compare_layers, base, factor, rest):
         assert max(errors.values()) < 2e-6, max(errors.items(), key=lambda item: item[1])
 
@@ -446,7 +505,7 @@ def compare_group_norm(offset: float) -> float:
         reference = torch.nn.functional.group_norm(
             x.double(), 4, layer.weight.double(), layer.bias.double(), layer.eps
         ).float()
-    return error(run_layer(layer, x, 7, -2), reference)
+    return max(error(run_layer(layer, x, grid, (7, 6)), reference) for grid in ((4, 1), (1, 4), (2, 2)))
 
 
 @pytest.mark.parametrize(("offset", "tolerance"), [(0.0, 2e-6), (1000.0, 5e-4)])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from xpar.core.halo import Geometry, HaloPlan, Levels, Split, combine_moments
+from xpar.core.halo import Geometry, HaloPlan, Levels, Split, areas, combine_moments
 from xpar.errors import ConfigError, UnsupportedError
-from xpar.wrappers.vae.exact import choose_cut
+from xpar.wrappers.vae.exact import Cut, choose_cut, choose_grid
 
 
 def splits(total: int, ranks: int, factor: int = 1) -> list[Split]:
@@ -35,27 +35,27 @@ def test_a_strided_layer_keeps_rows_where_their_windows_begin() -> None:
 
 
 def test_no_rows_or_no_such_rank() -> None:
-    for arguments in ((0, 2, 0), (4, 2, 2)):
+    for arguments in ((0, 2, 0), (4, 2, 2), (4, 2, 1, (0, 1, 2))):
         with pytest.raises(ConfigError, match="cannot deal"):
             Split.deal(*arguments)
 
 
 def test_levels_are_found_by_the_rows_held() -> None:
-    levels = Levels(Split.deal(7, 3, 1))
-    assert levels.at(4).bounds == (0, 6, 10, 14)
+    levels = Levels({-2: Split.deal(7, 3, 1)})
+    assert levels.at(-2, 4).bounds == (0, 6, 10, 14)
     assert levels.tokens(2 * 5) == [15, 10, 10]
     for held in (3, 1):
-        with pytest.raises(UnsupportedError, match="no resolution"):
-            levels.at(held)
-    with pytest.raises(UnsupportedError, match="whole rows"):
+        with pytest.raises(UnsupportedError, match=r"rows belongs to no resolution.*vae_parallel='tile'"):
+            levels.at(-2, held)
+    with pytest.raises(UnsupportedError, match="no multiple of the 2 positions"):
         levels.tokens(7)
 
 
 def test_the_coarsest_level_may_turn_out_to_have_a_row_more() -> None:
-    levels = Levels(Split.deal(7, 2, 1))
-    whole = levels.base.scaled(8, 57)
-    levels.add(whole)
-    levels.add(whole.reduced(2, 29).reduced(2, 15).reduced(2, 8))
+    levels = Levels({-1: Split.deal(7, 2, 1)})
+    whole = levels.base[-1].scaled(8, 57)
+    levels.add(-1, whole)
+    levels.add(-1, whole.reduced(2, 29).reduced(2, 15).reduced(2, 8))
     assert levels.tokens(4 * 10) == [40, 40]
 
 
@@ -108,13 +108,63 @@ def _variance(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "dim"), [((7, 10), 2, -1), ((8, 8), 2, -2), ((3, 16), 4, -1), ((16, 3), 4, -2), ((1, 6), 2, -1)]
+    ("shape", "ranks", "grid"),
+    [
+        ((7, 10), 2, (1, 2)),
+        ((8, 8), 2, (2, 1)),
+        ((3, 16), 4, (1, 4)),
+        ((16, 3), 4, (4, 1)),
+        ((1, 6), 2, (1, 2)),
+        ((128, 128), 4, (2, 2)),
+        ((7, 10), 4, (2, 2)),
+        ((3, 3), 4, (4, 1)),  # three positions on the busiest rank and one rank idle, instead of four
+        ((6, 6), 12, (6, 2)),
+        ((7, 10), 12, (1, 12)),  # seven on ten ranks, instead of eight on twelve
+        ((7, 10), 16, (8, 2)),
+        ((12, 12), 16, (4, 4)),
+        ((60, 104), 8, (2, 4)),
+        ((16, 16), 3, (3, 1)),
+    ],
 )
-def test_the_dim_is_cut_that_leaves_less_to_the_busiest_rank(shape: tuple[int, int], ranks: int, dim: int) -> None:
-    cut = choose_cut((1, 4, *shape), 1, ranks, 0)
-    assert cut is not None and cut.dim == dim
-    picture = choose_cut((1, 3, shape[0] * 8, shape[1] * 8), 8, ranks, 0)
-    assert picture is not None and picture.dim == dim and picture.base == cut.base
+def test_the_grid_leaves_least_to_the_busiest_rank(shape: tuple[int, int], ranks: int, grid: tuple[int, int]) -> None:
+    assert choose_grid((1, 4, *shape), 1, ranks) == grid
+    assert choose_grid((1, 3, shape[0] * 8, shape[1] * 8), 8, ranks) == grid
+
+
+def test_tiles_of_a_grid_cover_the_picture_once_in_group_order() -> None:
+    cuts = [Cut.by((2, 3), (1, 3, 57, 80), 8, rank) for rank in range(6)]
+    assert [tuple(split.own for split in cut.whole.values()) for cut in cuts] == [
+        ((0, 32), (0, 32)),
+        ((0, 32), (32, 56)),
+        ((0, 32), (56, 80)),
+        ((32, 57), (0, 32)),
+        ((32, 57), (32, 56)),
+        ((32, 57), (56, 80)),
+    ]
+    assert [(cut.base[-2].line, cut.base[-1].line) for cut in (cuts[1], cuts[5])] == [
+        ((1, 4), (0, 1, 2)),
+        ((2, 5), (3, 4, 5)),
+    ]
+    assert all(areas(cut.base) == [16, 12, 12, 12, 9, 9] for cut in cuts)
+    assert list(Cut.by((1, 3), (1, 4, 7, 10), 1, 2).base) == [-1]
+
+
+def test_tokens_of_a_tile() -> None:
+    levels = Levels(Cut.by((2, 2), (1, 4, 3, 1), 1, 3).base)
+    assert levels.is_idle
+    assert levels.tokens(5) == [10, 0, 5, 0]  # five frames; this rank holds a stand-in of one column
+    assert [split.bounds for split in levels.of((1, 4, 2, 2)).values()] == [(0, 4, 6), (0, 2, 2)]
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 5)])
+def test_messages_along_lines_of_a_grid_have_a_sender_and_a_receiver(grid: tuple[int, int]) -> None:
+    ranks = range(grid[0] * grid[1])
+    cuts = [Cut.by(grid, (1, 4, 7, 4), 1, rank) for rank in ranks]
+    for dim in (-2, -1):
+        plans = [HaloPlan.of(cut.base[dim], 2, 1) for cut in cuts]
+        sent = [(rank, peer, stop - start) for rank in ranks for peer, start, stop in plans[rank].sends]
+        received = [(peer, rank, rows) for rank in ranks for peer, rows in (*plans[rank].above, *plans[rank].below)]
+        assert sorted(sent) == sorted(received) and sent
 
 
 def test_one_position_or_one_rank_has_nothing_to_share() -> None:

@@ -2,9 +2,12 @@
 
 The rank's own rows are convolved while the neighbours' rows are under way, with zeros in their place; then the few rows
 that reach over a seam are computed again from the true ones. So no tensor of the size of the picture is copied.
+
+For a picture that is split in both dims it is nested: the convolution that the rows are put through is itself one over
+split columns. All ranks beside each other hold the same rows, so they ask for the same columns in the same order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from xpar.core.halo.exchange import start_halo_exchange
-from xpar.core.halo.split import Split
+from xpar.core.halo.split import Split, Splits
 from xpar.errors import UnsupportedError
 
 __all__ = ["Geometry", "split_convolution"]
@@ -53,31 +56,53 @@ class Geometry:
 
 
 def split_convolution(
-    convolve: Callable[[Tensor, int], Tensor],
+    convolve: Callable[[Tensor, Mapping[int, int]], Tensor],
     x: Tensor,
-    geometry: Geometry,
+    geometries: Mapping[int, Geometry],
     *,
-    dim: int,
-    split: Split,
+    splits: Splits,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """This rank's rows of a convolution of the whole picture.
+    """This rank's part of a convolution of the whole picture.
 
     Args:
-        convolve: the convolution of a tensor with the given zero padding along the split dim.
-        x: this rank's rows.
-        geometry: the convolution along the split dim.
-        dim: the split dim, -2 or -1.
-        split: rows of all ranks, `split.reduced(stride, ...)` gives those of the output.
+        convolve: the convolution of a tensor with the given zero padding along each dim of `splits`.
+        x: this rank's part.
+        geometries: the convolution along each dim of `splits`.
+        splits: rows of all ranks, of each split dim that is padded; `Split.reduced` gives those of the output.
         group: the ranks.
 
     Returns:
-        The output rows whose windows begin at this rank's rows.
+        The output positions whose windows begin at this rank's positions.
 
     Raises:
         UnsupportedError: see `Geometry.check`.
     """
-    geometry.check()
+    if not splits:
+        return convolve(x, {})
+    for each in splits:
+        geometries[each].check()
+    dim, *others = splits
+    inner = {other: splits[other] for other in others}
+
+    def over_others(x: Tensor, padding: int) -> Tensor:
+        def padded(x: Tensor, paddings: Mapping[int, int]) -> Tensor:
+            return convolve(x, {dim: padding, **paddings})
+
+        return split_convolution(padded, x, geometries, splits=inner, group=group)
+
+    return _over_rows(over_others, x, geometries[dim], dim, splits[dim], group)
+
+
+def _over_rows(
+    convolve: Callable[[Tensor, int], Tensor],
+    x: Tensor,
+    geometry: Geometry,
+    dim: int,
+    split: Split,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """The same where one dim is split; `convolve` takes the zero padding along it."""
     padding, below = geometry.padding, geometry.below
     if split.is_idle or (padding == 0 and below == 0):
         return convolve(x, padding)

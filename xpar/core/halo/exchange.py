@@ -4,6 +4,7 @@ One `batch_isend_irecv` per exchange with every neighbour at once. All sizes fol
 halo taller than a neighbour's share comes from several ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ __all__ = ["Halo", "HaloPlan", "start_halo_exchange"]
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """Messages of one rank in one exchange. Rows are counted over the whole picture."""
+    """Messages of one rank in one exchange. Rows are counted over the whole picture, peers are group ranks."""
 
     sends: tuple[tuple[int, int, int], ...]
     """(peer, start, stop) of own rows that a peer needs."""
@@ -37,10 +38,11 @@ class HaloPlan:
         sends: list[tuple[int, int, int]] = []
         tops: list[tuple[int, int]] = []
         bottoms: list[tuple[int, int]] = []
-        for peer, (low, high) in enumerate(zip(split.bounds, split.bounds[1:], strict=False)):
-            if peer == split.rank or low == high:
+        for place, (low, high) in enumerate(itertools.pairwise(split.bounds)):
+            if place == split.place or low == high:
                 continue
-            if peer < split.rank:
+            peer = split.line[place]
+            if place < split.place:
                 needed = _overlap((start, stop), (high, high + below))
                 received = _overlap((low, high), (start - above, start))
             else:
@@ -49,7 +51,7 @@ class HaloPlan:
             if needed[1] > needed[0]:
                 sends.append((peer, *needed))
             if received[1] > received[0]:
-                (tops if peer < split.rank else bottoms).append((peer, received[1] - received[0]))
+                (tops if place < split.place else bottoms).append((peer, received[1] - received[0]))
         return cls(tuple(sends), tuple(tops), tuple(bottoms))
 
 
@@ -84,15 +86,16 @@ class Halo:
 def start_halo_exchange(x: Tensor, dim: int, split: Split, above: int, below: int, group: ProcessGroup | None) -> Halo:
     """Ask for `above` rows over and `below` rows under this rank's; at the picture's border there are fewer or none.
 
-    Every rank with rows must call it with the same `above` and `below`; a rank with a stand-in gets nothing.
+    Every rank with rows must call it with the same `above` and `below`; a rank with a stand-in gets nothing. Only the
+    ranks of one line of the group may be concerned, which NCCL allows once the group has had a collective.
 
     Args:
         x: this rank's rows, `split.held` along `dim`.
         dim: -2 or -1.
-        split: rows of all ranks.
+        split: rows of all ranks of the line.
         above: rows wanted over the first own row.
         below: rows wanted under the last own row.
-        group: the ranks, or None for one rank.
+        group: the ranks, of which the line may be a part; None for one rank.
     """
     plan = HaloPlan.of(split, above, below)
     start = split.own[0]

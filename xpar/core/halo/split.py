@@ -1,41 +1,55 @@
-"""Which rows of a picture each rank holds, at each of its resolutions."""
+"""Which rows and columns of a picture each rank holds, at each of its resolutions."""
 
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from xpar.core.partition import shares
 from xpar.errors import ConfigError, UnsupportedError
 
-__all__ = ["Levels", "Split"]
+__all__ = ["Levels", "Split", "Splits", "areas"]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Contiguous rows by rank, in rank order.
+    """Contiguous rows by place in a line of ranks.
 
-    A rank beyond the number of rows owns none and holds a *stand-in*: some row, so that its layers run on tensors of
-    legal shapes. It takes part in the collectives with weight zero, in no halo exchange, and its results are dropped.
+    The line is the whole group, or one row or column of a grid of ranks. A rank beyond the number of rows owns none and
+    holds a *stand-in*: some row, so that its layers run on tensors of legal shapes. It takes part in the collectives
+    with weight zero, in no halo exchange along this line, and its results are dropped.
     """
 
     bounds: tuple[int, ...]
-    """First row of each rank, then the number of rows."""
-    rank: int
-    """This rank's place in the group."""
+    """First row of each place, then the number of rows."""
+    place: int
+    """This rank's place in the line."""
+    line: tuple[int, ...]
+    """Group rank of each place."""
     stand_in: int = 1
     """Rows held by a rank that owns none."""
 
     @classmethod
-    def deal(cls, total: int, ranks: int, rank: int) -> "Split":
-        """Rows that differ by at most one from rank to rank.
+    def deal(cls, total: int, ranks: int, place: int, line: Sequence[int] | None = None) -> "Split":
+        """Rows that differ by at most one from place to place.
+
+        Args:
+            total: number of rows.
+            ranks: number of ranks in the line.
+            place: this rank's.
+            line: group rank of each place; None: the line is the group.
 
         Raises:
-            ConfigError: there is no row, or no such rank.
+            ConfigError: there is no row, no such place, or the line is of another length.
         """
-        if total < 1 or not 0 <= rank < ranks:
-            raise ConfigError(f"cannot deal total={total} rows over ranks={ranks} as rank={rank}; there must be a row")
-        bounds = [0]
-        for length in shares(total, ranks):
-            bounds.append(bounds[-1] + length)
-        return cls(tuple(bounds), rank)
+        line = tuple(range(ranks) if line is None else line)
+        if total < 1 or not 0 <= place < ranks or len(line) != ranks:
+            raise ConfigError(
+                f"cannot deal total={total} rows over ranks={ranks} as place={place} of line={line}; there must be a "
+                "row, and a group rank for each place"
+            )
+        return cls((0, *itertools.accumulate(shares(total, ranks))), place, line)
 
     @property
     def total(self) -> int:
@@ -44,13 +58,13 @@ class Split:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows by rank."""
-        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        """Rows by place."""
+        return [stop - start for start, stop in itertools.pairwise(self.bounds)]
 
     @property
     def own(self) -> tuple[int, int]:
         """Start and stop of this rank's rows."""
-        return self.bounds[self.rank], self.bounds[self.rank + 1]
+        return self.bounds[self.place], self.bounds[self.place + 1]
 
     @property
     def is_idle(self) -> bool:
@@ -89,7 +103,19 @@ class Split:
         if total is not None:
             last = self.total
             bounds = [total if before == last else bound for before, bound in zip(self.bounds, bounds, strict=True)]
-        return Split(tuple(bounds), self.rank, stand_in)
+        return replace(self, bounds=tuple(bounds), stand_in=stand_in)
+
+
+Splits: TypeAlias = Mapping[int, Split]
+"""The split of each split dim (-2 rows, -1 columns), rows first.
+
+With two dims the group is a grid of tiles: its ranks run along a row of the grid before they go on to the next.
+"""
+
+
+def areas(splits: Splits) -> list[int]:
+    """Positions (pixels, where both dims are split; else rows or columns) by group rank."""
+    return [math.prod(lengths) for lengths in itertools.product(*(split.lengths for split in splits.values()))]
 
 
 class Levels:
@@ -100,42 +126,60 @@ class Levels:
     are made known with `add`.
 
     Args:
-        base: split of the coarsest resolution.
+        base: split of the coarsest resolution in each split dim.
     """
 
-    def __init__(self, base: Split) -> None:
-        self.base = base
-        self._known = {base.held: base}
+    def __init__(self, base: Splits) -> None:
+        self.base = dict(base)
+        self._known = {dim: {split.held: split} for dim, split in base.items()}
 
-    def add(self, split: Split) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank owns no position."""
+        return any(split.is_idle for split in self.base.values())
+
+    def add(self, dim: int, split: Split) -> None:
         """Make a split known; one of the coarsest resolution takes the place of the base (it may have a row more)."""
-        self._known[split.held] = split
-        if split.total < 2 * self.base.total:
-            self.base = split
+        self._known[dim][split.held] = split
+        if split.total < 2 * self.base[dim].total:
+            self.base[dim] = split
 
-    def at(self, held: int) -> Split:
+    def at(self, dim: int, held: int) -> Split:
         """The split of a tensor that has `held` rows here.
 
         Raises:
             UnsupportedError: there is no such resolution.
         """
-        if held not in self._known:
-            factor, rest = divmod(held, self.base.held)
+        known, base = self._known[dim], self.base[dim]
+        if held not in known:
+            factor, rest = divmod(held, base.held)
             if rest or not factor:
                 raise UnsupportedError(
-                    f"a tensor of {held} rows belongs to no resolution of a split of {self.base.total} rows of which "
-                    f"rank {self.base.rank} holds {self.base.held}; use vae_parallel='tile' or 'off'"
+                    f"a tensor of {held} {_NAMES[dim]} belongs to no resolution of a split of {base.total} "
+                    f"{_NAMES[dim]} of which place {base.place} holds {base.held}; use vae_parallel='tile' or 'off'"
                 )
-            self._known[held] = self.base.scaled(factor)
-        return self._known[held]
+            known[held] = base.scaled(factor)
+        return known[held]
 
-    def tokens(self, held: int) -> list[int]:
-        """Tokens by rank of a flattened picture of which this rank holds `held` tokens.
+    def of(self, shape: Sequence[int]) -> dict[int, Split]:
+        """The splits of a tensor that has this shape here.
 
         Raises:
-            UnsupportedError: they are not whole rows.
+            UnsupportedError: see `at`.
         """
-        width, rest = divmod(held, self.base.held)
+        return {dim: self.at(dim, shape[dim]) for dim in self.base}
+
+    def tokens(self, held: int) -> list[int]:
+        """Tokens by group rank of a flattened picture of which this rank holds `held` tokens.
+
+        Raises:
+            UnsupportedError: they do not fill the positions held.
+        """
+        positions = math.prod(split.held for split in self.base.values())
+        depth, rest = divmod(held, positions)
         if rest:
-            raise UnsupportedError(f"{held} tokens are not whole rows of the {self.base.held} rows held here")
-        return [length * width for length in self.base.lengths]
+            raise UnsupportedError(f"{held} tokens are no multiple of the {positions} positions held here")
+        return [area * depth for area in areas(self.base)]
+
+
+_NAMES = {-2: "rows", -1: "columns"}

@@ -1,4 +1,4 @@
-"""The few modules of autoencoders that must know that they see only some rows.
+"""The few modules of autoencoders that must know that they see only a part of the picture.
 
 An adapter gives the functions that stand in for methods of one module, on the instance, while a run is split.
 """
@@ -56,14 +56,14 @@ _NOTHING = object()
 def _halo_once(module: Any, ops: SplitOps) -> dict[str, Callable[..., Any]]:
     """A convolution that cuts its input into pieces along time, how many depends on its size: rows come before that."""
     inner = module.forward
-    geometry = Geometry(*(attribute[ops.dim] for attribute in _geometry(module)))
+    geometries = {dim: Geometry(*(attribute[dim] for attribute in _geometry(module))) for dim in ops.dims}
+    pads = [geometries[dim].padding if dim in ops.dims else 0 for dim in (-1, -1, -2, -2)]
 
     def forward(hidden: Tensor) -> Tensor:
-        if not geometry.padding:
+        if not any(pads):
             return inner(hidden)
-        geometry.check()
-        pads = [0] * (2 * -ops.dim)
-        pads[-2:] = [geometry.padding, geometry.padding]
+        for geometry in geometries.values():
+            geometry.check()
         with_rows = F.pad(hidden, pads)  # `ops` is at work and brings the neighbours' rows
         with ops.haloed():
             return inner(with_rows)
@@ -108,7 +108,7 @@ def _linear_attention(module: Any, ops: SplitOps) -> dict[str, Callable[..., Any
         query, key, value = query.float(), key.float(), value.float()
         value = torch.cat((value, torch.ones_like(value[:, :, :1])), dim=2)
         scores = torch.matmul(value, key.transpose(-1, -2))
-        if ops.levels.base.is_idle:
+        if ops.levels.is_idle:
             scores = torch.zeros_like(scores)
         if ops.group is not None:
             dist.all_reduce(scores, group=ops.group)

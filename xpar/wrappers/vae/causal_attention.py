@@ -1,11 +1,12 @@
-"""Attention of each frame to itself and the frames before it, over frames whose rows lie on several ranks."""
+"""Attention of each frame to itself and the frames before it, over frames whose positions lie on several ranks."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from xpar.core.distributed.collectives import all_gather_uneven
-from xpar.core.halo import Split
+from xpar.core.distributed.collectives import all_gather_uneven, group_rank
 from xpar.core.long_ctx_attention.kernels import attend
 
 __all__ = ["frame_causal_attention"]
@@ -16,7 +17,7 @@ def frame_causal_attention(
     k_BHSD: Tensor,
     v_BHSD: Tensor,
     frames: int,
-    split: Split,
+    lengths: Sequence[int],
     group: ProcessGroup | None,
     *,
     scale: float | None = None,
@@ -29,7 +30,7 @@ def frame_causal_attention(
     Args:
         q_BHSD: (B, H, S, D), S = frames x held positions, frames outermost; likewise k and v.
         frames: number of frames.
-        split: rows of all ranks.
+        lengths: positions of a frame by group rank; 0 for a rank that holds a stand-in.
         group: the ranks.
         scale: factor on the scores; None for 1/sqrt(D).
 
@@ -37,10 +38,8 @@ def frame_causal_attention(
         (B, H, S, D).
     """
     positions = q_BHSD.shape[2] // frames
-    width = positions // split.held
-    lengths = [length * width for length in split.lengths]
     packed = torch.cat((k_BHSD, v_BHSD), dim=-1).unflatten(2, (frames, positions))  # (B, H, F, P, 2D)
-    whole = all_gather_uneven(packed[:, :, :, : lengths[split.rank]], 3, lengths, group).flatten(2, 3)
+    whole = all_gather_uneven(packed[:, :, :, : lengths[group_rank(group)]], 3, lengths, group).flatten(2, 3)
     k_BHSD, v_BHSD = whole.split((k_BHSD.shape[-1], v_BHSD.shape[-1]), dim=-1)
     out = []
     for frame, q in enumerate(q_BHSD.split(positions, dim=2), start=1):

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from xpar.core.distributed.collectives import all_gather_uneven, group_size
+from xpar.core.distributed.collectives import group_size
 from xpar.errors import ConfigError, RankMismatchError, UnsupportedError
 from xpar.wrappers.vae.plans import PLANS, VaePlan, find_vae_plan
 
-__all__ = ["agree", "check_arguments", "check_input", "check_layers", "check_tiles"]
+__all__ = ["agree", "check_arguments", "check_free", "check_input", "check_layers", "check_tiles"]
 
 _MODES = ("exact", "tile")
 _OUTPUTS = ("all", "main")
@@ -28,13 +28,22 @@ def check_arguments(vae: Any, mode: str, output_ranks: str) -> VaePlan:
     for name, value, choices in (("mode", mode, _MODES), ("output_ranks", output_ranks, _OUTPUTS)):
         if value not in choices:
             raise ConfigError(f"{name}={value!r} is none of {', '.join(map(repr, choices))}")
-    plan = find_vae_plan(vae)
+    plan = find_vae_plan(vae, mode)
     if mode == "tile" and not plan.tiles:
         able = ", ".join(sorted(name for name, each in PLANS.items() if each.tiles))
         raise UnsupportedError(f"{type(vae).__name__} cannot tile; use mode='exact' (those that tile: {able})")
+    check_free(vae)
+    return plan
+
+
+def check_free(vae: Any) -> None:
+    """Check that no wrapper is open on the autoencoder.
+
+    Raises:
+        UnsupportedError: one is.
+    """
     if hasattr(vae.decode, "xpar_owner"):
         raise UnsupportedError(f"this {type(vae).__name__} is parallel already; close() the other wrapper first")
-    return plan
 
 
 def check_input(vae: Any, plan: VaePlan, name: str, x: Tensor) -> None:
@@ -44,8 +53,11 @@ def check_input(vae: Any, plan: VaePlan, name: str, x: Tensor) -> None:
         ConfigError: it has other dims or channels than the autoencoder takes.
         UnsupportedError: it requires a gradient.
     """
-    channels = vae.config[plan.latent_channels] if name == "decode" else plan.picture_channels(vae)
-    if x.ndim not in (4, 5) or x.shape[1] != channels or min(x.shape) < 1:
+    if name == "decode":
+        channels = None if plan.latent_channels is None else vae.config[plan.latent_channels]
+    else:
+        channels = plan.picture_channels(vae)
+    if x.ndim not in (4, 5) or x.shape[1] != (channels or x.shape[1]) or min(x.shape) < 1:
         raise ConfigError(
             f"{type(vae).__name__}.{name} got a tensor of shape {tuple(x.shape)}; it takes channels={channels} in "
             "dim 1, and height and width in the last two"
@@ -99,14 +111,9 @@ def agree(vae: Any, mode: str, output_ranks: str, group: ProcessGroup | None) ->
     Raises:
         RankMismatchError: on every rank alike.
     """
-    classes = sorted(PLANS)
-    codes = [classes.index(type(vae).__name__), _MODES.index(mode), _OUTPUTS.index(output_ranks)]
-    on_cuda = "nccl" in str(dist.get_backend(group))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    every = all_gather_uneven(torch.tensor([codes], device=device), 0, [1] * group_size(group), group).tolist()
-    if any(other != codes for other in every):
-        seen = "; ".join(
-            f"rank {rank}: {classes[kind]}, mode={_MODES[mode]!r}, output_ranks={_OUTPUTS[outputs]!r}"
-            for rank, (kind, mode, outputs) in enumerate(every)
-        )
+    own = f"{type(vae).__name__}, mode={mode!r}, output_ranks={output_ranks!r}"
+    every: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(every, own, group=group)
+    if len(set(every)) > 1:
+        seen = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every))
         raise RankMismatchError(f"the ranks wrap different autoencoders or modes ({seen}); they must be the same")

@@ -1,4 +1,4 @@
-"""The torch functions of an autoencoder that look beyond their own row, over a split picture.
+"""The torch functions of an autoencoder that look beyond their own position, over a split picture.
 
 Only five do: padding, convolution, group norm, attention, and noise of the picture's size. They are taken over where
 the modules call them, so that every module's `forward` runs unchanged, quantised and LoRA layers included. Everything
@@ -6,7 +6,7 @@ else works on each position by itself and stays local; what does neither is refu
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,32 +16,45 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from xpar.core.halo import Geometry, Levels, Split, split_convolution, split_group_norm, split_pad
+from xpar.core.distributed.collectives import group_rank
+from xpar.core.halo import (
+    Geometry,
+    Levels,
+    Split,
+    Splits,
+    areas,
+    pads_of,
+    split_convolution,
+    split_group_norm,
+    split_pad,
+)
 from xpar.core.long_ctx_attention.ring import ring_attention
 from xpar.errors import UnsupportedError
 from xpar.wrappers.vae.causal_attention import frame_causal_attention
+from xpar.wrappers.vae.gather import cut_out
 
 __all__ = ["SplitOps"]
 
 
 class SplitOps(TorchFunctionMode):
-    """While entered, torch functions see the rows of all ranks.
+    """While entered, torch functions see the positions of all ranks.
 
     Args:
-        levels: which rows this rank holds at each resolution.
-        dim: the split dim, -2 or -1.
+        levels: which rows or columns, or both, this rank holds at each resolution.
         group: the ranks.
         attention: see `VaePlan.attention`.
     """
 
-    def __init__(self, levels: Levels, dim: int, group: ProcessGroup | None, attention: str) -> None:
+    def __init__(self, levels: Levels, group: ProcessGroup | None, attention: str) -> None:
         super().__init__()
-        self.levels, self.dim, self.group, self.attention = levels, dim, group, attention
+        self.levels, self.group, self.attention = levels, group, attention
+        self.dims = tuple(levels.base)
+        """The split dims: -2, -1 or both."""
         self.frames: int | None = None
         """Frames in the attention under way, where it is causal over frames."""
         self.is_haloed = False
         """Whether an adapter has brought the neighbours' rows already."""
-        self._padded: tuple[int, Split, int] | None = None
+        self._padded: dict[int, tuple[int, Split, int]] = {}
         self._shares: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._handlers: dict[Any, Callable[..., Any]] = {
             F.pad: self._pad,
@@ -60,15 +73,16 @@ class SplitOps(TorchFunctionMode):
         return (func if handler is None else handler)(*args, **(kwargs or {}))
 
     def _pad(self, x: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:
-        place = 2 * (-self.dim - 1)
         pads = [int(p) for p in pad]
-        if x.ndim < 4 or len(pads) < place + 2 or not any(pads[place : place + 2]):
+        dims = [dim for dim in self.dims if any(pads_of(pads, dim))]
+        if x.ndim < 4 or not dims:
             return F.pad(x, pads, mode, value)
         if self.is_haloed:
             raise UnsupportedError(f"padding mode {mode!r} in a convolution that works in pieces cannot be split")
-        split = self.levels.at(x.shape[self.dim])
-        padded = split_pad(x, pads, mode, value, dim=self.dim, split=split, group=self.group)
-        self._padded = (padded.shape[self.dim], split, pads[place] + pads[place + 1])
+        splits = {dim: self.levels.at(dim, x.shape[dim]) for dim in dims}
+        padded = split_pad(x, pads, mode, value, splits=splits, group=self.group)
+        for dim, split in splits.items():
+            self._padded[dim] = (padded.shape[dim], split, sum(pads_of(pads, dim)))
         return padded
 
     def _convolve(
@@ -89,31 +103,32 @@ class SplitOps(TorchFunctionMode):
             _tuple(x, count) for x in (stride, 0 if padding == "valid" else padding, dilation)
         )
 
-        def convolve(x: Tensor, rows: int) -> Tensor:
-            around = list(paddings)
-            around[self.dim] = rows
-            return function(x, weight, bias, strides, around, dilations, groups)
+        def convolve(x: Tensor, around: Mapping[int, int]) -> Tensor:
+            pads = [around.get(dim, paddings[dim]) for dim in range(-count, 0)]
+            return function(x, weight, bias, strides, pads, dilations, groups)
 
-        geometry = Geometry(weight.shape[self.dim], strides[self.dim], paddings[self.dim], dilations[self.dim])
         if self.is_haloed:
-            return convolve(input, 0)
-        if geometry.padding:
-            split = self.levels.at(input.shape[self.dim])
-            out = split_convolution(convolve, input, geometry, dim=self.dim, split=split, group=self.group)
-            self._reduce(split, geometry, geometry.rows(split.total))
-            return out
-        # Padding was done before, by `_pad`, or none is needed.
-        if geometry.stride > 1:
-            rows = input.shape[self.dim]
-            _, split, pads = (
-                self._padded if self._padded and self._padded[0] == rows else (rows, self.levels.at(rows), 0)
-            )
-            self._reduce(split, geometry, (split.total + pads - geometry.reach - 1) // geometry.stride + 1)
-        return convolve(input, 0)
+            return convolve(input, dict.fromkeys(self.dims, 0))
+        geometries = {
+            dim: Geometry(weight.shape[dim], strides[dim], paddings[dim], dilations[dim]) for dim in self.dims
+        }
+        # Where there is no padding it was done before, by `_pad`, or none is needed.
+        splits = {dim: self.levels.at(dim, input.shape[dim]) for dim in self.dims if geometries[dim].padding}
+        out = split_convolution(convolve, input, geometries, splits=splits, group=self.group)
+        for dim, geometry in geometries.items():
+            if geometry.stride > 1:
+                self._reduce(dim, geometry, splits.get(dim), input.shape[dim])
+        return out
 
-    def _reduce(self, split: Split, geometry: Geometry, total: int) -> None:
-        if geometry.stride > 1:
-            self.levels.add(split.reduced(geometry.stride, total))
+    def _reduce(self, dim: int, geometry: Geometry, split: Split | None, rows: int) -> None:
+        """Make the resolution known that a strided convolution of `rows` leaves; no split: it was padded before."""
+        if split is not None:
+            total = geometry.rows(split.total)
+        else:
+            padded = self._padded.get(dim)
+            _, split, pads = padded if padded and padded[0] == rows else (rows, self.levels.at(dim, rows), 0)
+            total = (split.total + pads - geometry.reach - 1) // geometry.stride + 1
+        self.levels.add(dim, split.reduced(geometry.stride, total))
 
     def _group_norm(
         self,
@@ -123,24 +138,24 @@ class SplitOps(TorchFunctionMode):
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        split = self.levels.base if input.ndim < 4 else self.levels.at(input.shape[self.dim])
+        splits = self.levels.base if input.ndim < 4 else self.levels.of(input.shape)
         return split_group_norm(
             input,
             num_groups,
             weight,
             bias,
             eps,
-            shares=self._shares_of(split, input.device),
-            is_idle=split.is_idle,
+            shares=self._shares_of(splits, input.device),
+            is_idle=self.levels.is_idle,
             group=self.group,
         )
 
-    def _shares_of(self, split: Split, device: torch.device) -> Tensor:
-        key = (split.bounds, device)
-        if key not in self._shares:
-            lengths = torch.tensor(split.lengths, dtype=torch.float64)
-            self._shares[key] = (lengths / split.total).to(device)
-        return self._shares[key]
+    def _shares_of(self, splits: Splits, device: torch.device) -> Tensor:
+        sizes = tuple(areas(splits))
+        if (sizes, device) not in self._shares:
+            counts = torch.tensor(sizes, dtype=torch.float64)
+            self._shares[sizes, device] = (counts / counts.sum()).to(device)
+        return self._shares[sizes, device]
 
     def _attend(
         self,
@@ -165,10 +180,12 @@ class SplitOps(TorchFunctionMode):
         heads = query.ndim == 4
         q, k, v = (query, key, value) if heads else (x.unsqueeze(1) for x in (query, key, value))
         if self.attention == "causal":
-            out = frame_causal_attention(q, k, v, self._frames(), self.levels.base, self.group, scale=scale)
+            frames = self._frames()
+            lengths = self.levels.tokens(q.shape[2] // frames)
+            out = frame_causal_attention(q, k, v, frames, lengths, self.group, scale=scale)
         else:
             lengths = self.levels.tokens(q.shape[2])
-            own = lengths[self.levels.base.rank]
+            own = lengths[group_rank(self.group)]
             out = ring_attention(q, k[:, :, :own], v[:, :, :own], lengths, self.group, scale=scale)
         return out if heads else out.squeeze(1)
 
@@ -180,21 +197,21 @@ class SplitOps(TorchFunctionMode):
     def _interpolate(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = F.interpolate(input, *args, **kwargs)
         mode = kwargs.get("mode", args[2] if len(args) > 2 else "nearest")
-        if not mode.startswith("nearest") and out.shape[self.dim] != input.shape[self.dim]:
+        if not mode.startswith("nearest") and any(out.shape[dim] != input.shape[dim] for dim in self.dims):
             raise UnsupportedError(f"interpolation with mode={mode!r} reaches over rows and cannot be split over ranks")
         return out
 
     def _randn(self, *size: Any, **kwargs: Any) -> Tensor:
-        """Noise over the picture: all ranks draw all of it, as one process would, and keep their rows."""
+        """Noise over the picture: all ranks draw all of it, as one process would, and keep their part."""
         shape = list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        split = self.levels.at(shape[self.dim])
-        shape[self.dim] = split.total
-        held = split.held_slice
-        return torch.randn(shape, **kwargs).narrow(self.dim, held.start, held.stop - held.start)
+        splits = self.levels.of(shape)
+        for dim, split in splits.items():
+            shape[dim] = split.total
+        return cut_out(torch.randn(shape, **kwargs), splits)
 
     @contextmanager
     def haloed(self) -> Iterator[None]:
-        """Convolutions find the neighbours' rows in their input and add no padding along the split dim."""
+        """Convolutions find the neighbours' rows in their input and add no padding along the split dims."""
         before, self.is_haloed = self.is_haloed, True
         try:
             yield

@@ -1,7 +1,9 @@
 """`ParallelVae`: an autoencoder whose `encode` and `decode` run on all ranks of a group, until `close`."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -9,13 +11,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from xpar.core.distributed.collectives import group_rank, group_size
+from xpar.core.distributed.operations import named
 from xpar.core.halo import Split
 from xpar.core.partition import share
 from xpar.errors import ConfigError
 from xpar.wrappers.models.plan import map_tensors
 from xpar.wrappers.pipelines.random_state import share_random_state
-from xpar.wrappers.vae.adapters import modules_to_adapt
-from xpar.wrappers.vae.checks import agree, check_arguments, check_input, check_layers, check_tiles
+from xpar.wrappers.vae.adapters import modules_to_adapt, replaced
+from xpar.wrappers.vae.checks import agree, check_arguments, check_free, check_input, check_layers, check_tiles
 from xpar.wrappers.vae.exact import Cut, choose_cut, run_split
 from xpar.wrappers.vae.gather import gather
 from xpar.wrappers.vae.memory import peak_bytes
@@ -26,28 +29,56 @@ __all__ = ["ParallelVae", "parallel_vae"]
 
 
 class ParallelVae:
-    """Replaces `encode` and `decode` of an autoencoder, on the instance; see `parallel_vae`."""
+    """An autoencoder whose `encode` and `decode` run on all ranks of a group while it is open; see `parallel_vae`.
 
-    def __init__(self, vae: Any, group: ProcessGroup | None, mode: str, output_ranks: str) -> None:
+    All ranks make it, which compares what they wrap; opening and closing do not communicate.
+    """
+
+    def __init__(
+        self, vae: Any, group: ProcessGroup | None, mode: str, output_ranks: str, *, whole_below: int = 0
+    ) -> None:
         self.vae, self.group, self.mode = vae, group, mode
+        self._whole_below = whole_below  # pictures of fewer latent positions are not split
         self._to_all = output_ranks == "all"
         self._plan = check_arguments(vae, mode, output_ranks)
         self._ranks, self._rank = group_size(group), group_rank(group)
-        self._closed = self._ranks == 1
-        if self._closed:
-            return
-        agree(vae, mode, output_ranks, group)
+        if mode == "exact" and self._plan.exact:
+            check_layers(vae, self._plan)
+        if self._ranks > 1:
+            agree(vae, mode, output_ranks, group)
         self._adapters = modules_to_adapt(vae, self._plan.adapters)
         self._draws = any(getattr(module, "per_channel_scale1", None) is not None for module in vae.modules())
-        self._settings: dict[str, Any] = {}
-        if mode == "tile":
-            before = dict(vae.__dict__)
-            vae.enable_tiling()
-            self._settings = {name: value for name, value in before.items() if vae.__dict__[name] is not value}
         self._inner = {name: getattr(vae, name) for name in ("encode", "decode")}
-        self._replaced = {name: vae.__dict__.get(name) for name in self._inner}
+        self._undo = ExitStack()
+
+    def open(self) -> "ParallelVae":
+        """Have the ranks share each call from now on; with one rank nothing changes.
+
+        Raises:
+            UnsupportedError: another wrapper is open on the autoencoder.
+        """
+        if self._ranks == 1:
+            return self
+        check_free(self.vae)
+        if self.mode == "tile":
+            before = dict(self.vae.__dict__)
+            self.vae.enable_tiling()
+            settings = {name: value for name, value in before.items() if self.vae.__dict__[name] is not value}
+            self._undo.callback(self.vae.__dict__.update, settings)
         for name in self._inner:
-            vae.__dict__[name] = self._method(name)
+            self._inner[name] = getattr(self.vae, name)
+            self._undo.enter_context(replaced(self.vae, name, self._method(name)))
+        return self
+
+    def close(self) -> None:
+        """Give the autoencoder back as it was; closing again does nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> "ParallelVae":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _method(self, name: str) -> Callable[..., Any]:
         inner = self._inner[name]
@@ -55,7 +86,8 @@ class ParallelVae:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             x = _first_tensor(args, kwargs)
-            return inner(*args, **kwargs) if x is None else self._run(name, x, args, kwargs)
+            with named(f"{name} of the autoencoder", self.group):
+                return inner(*args, **kwargs) if x is None else self._run(name, x, args, kwargs)
 
         call.xpar_owner = self  # type: ignore[attr-defined]
         return call
@@ -97,13 +129,14 @@ class ParallelVae:
 
         output = self._inner[name](*map_tensors(held, args), **map_tensors(held, kwargs))
         to_all = self._to_all or name == "encode"
-        return map_output(lambda x: gather(x, -x.ndim, split, self.group, to_all=to_all), output)
+        return map_output(lambda x: gather(x, {-x.ndim: split}, self.group, to_all=to_all), output)
 
     def _cut(self, name: str, shape: Sequence[int], rank: int) -> Cut | None:
         """How an input is split; None where it is not."""
-        shrink = 1 if name == "decode" else self._plan.shrink(self.vae)
+        shrink = 1 if name == "decode" or not self._plan.exact else self._plan.shrink(self.vae)
         odd = not self._plan.any_size and any(size % shrink for size in shape[-2:])
-        if self.mode == "tile" or not self._plan.exact or odd:
+        positions = math.prod(shape[2:]) // shrink**2
+        if self.mode == "tile" or not self._plan.exact or odd or positions < self._whole_below:
             return None
         return choose_cut(shape, shrink, self._ranks, rank)
 
@@ -122,7 +155,7 @@ class ParallelVae:
         """
         if name not in ("decode", "encode"):
             raise ConfigError(f"name={name!r} is neither 'decode' nor 'encode'")
-        function = getattr(self.vae, name) if self._closed else self._inner[name]
+        function = self._inner[name]
         dtype = dtype or next(self.vae.parameters()).dtype
         shapes = [self._held_shape(shape, name, rank) for rank in range(self._ranks)]
         peaks = {held: peak_bytes(self.vae, function, held, dtype) for held in dict.fromkeys(shapes)}
@@ -136,26 +169,9 @@ class ParallelVae:
             start, stop = share(shape[0], self._ranks, rank)
             held[0] = stop - start
         elif cut is not None:
-            held[cut.dim] = cut.whole.held
+            for dim, split in cut.whole.items():
+                held[dim] = split.held
         return tuple(held)
-
-    def close(self) -> None:
-        """Give the autoencoder back as it was; closing again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        for name, before in self._replaced.items():
-            if before is None:
-                self.vae.__dict__.pop(name, None)
-            else:
-                self.vae.__dict__[name] = before
-        self.vae.__dict__.update(self._settings)
-
-    def __enter__(self) -> "ParallelVae":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def parallel_vae(
@@ -176,9 +192,9 @@ def parallel_vae(
     Args:
         vae: one of diffusers' autoencoders; it is changed in place until `close()`.
         group: the ranks that share the work; all must call this. None, or one rank, changes nothing.
-        mode: "exact" splits rows or columns and equals one process to rounding. "tile" turns on the autoencoder's own
-            tiling and deals the tiles: equal to one process that tiles, bit for bit. An autoencoder that tiles already
-            is dealt tiles in both modes, because that is what one process would compute.
+        mode: "exact" splits rows, columns or both and equals one process to rounding. "tile" turns on the autoencoder's
+            own tiling and deals the tiles: equal to one process that tiles, bit for bit. An autoencoder that tiles
+            already is dealt tiles in both modes, because that is what one process would compute.
         output_ranks: "main" saves the gather: only the first rank gets what `decode` returns, the others zeros of its
             shape (tiles are exchanged all the same, so there every rank gets it).
 
@@ -187,7 +203,7 @@ def parallel_vae(
         UnsupportedError: the class of the autoencoder is not covered, or it is wrapped already.
         RankMismatchError: the ranks wrap different autoencoders or ask for different modes.
     """
-    return ParallelVae(vae, group, mode, output_ranks)
+    return ParallelVae(vae, group, mode, output_ranks).open()
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

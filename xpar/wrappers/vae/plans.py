@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from xpar.errors import UnsupportedError
 
-__all__ = ["PLANS", "VaePlan", "find_vae_plan"]
+__all__ = ["PLANS", "VaePlan", "can_tile", "find_vae_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class VaePlan:
 
     shrink: Callable[[Any], int] = lambda vae: int(vae.spatial_compression_ratio)
     """Rows of a picture for one row of latents."""
-    latent_channels: str = "latent_channels"
-    """Config entry with the number of channels that `decode` takes."""
-    picture_channels: Callable[[Any], int] = lambda vae: int(vae.config.in_channels)
+    latent_channels: str | None = "latent_channels"
+    """Config entry with the number of channels that `decode` takes; None if it is not known."""
+    picture_channels: Callable[[Any], int | None] = lambda vae: int(vae.config.in_channels)
     """Number of channels that `encode` takes."""
     attention: Literal["all", "causal", "none"] = "all"
     """What attention spans: all positions (of a frame or of all), those of this and earlier frames, or none that is
@@ -76,16 +76,29 @@ PLANS: dict[str, VaePlan] = {
 }
 
 
-def find_vae_plan(vae: Any) -> VaePlan:
+_OWN_TILING = VaePlan(exact=False, latent_channels=None, picture_channels=lambda vae: None)
+"""Of a class that is not known but tiles: its coders are called tile by tile, whatever they compute."""
+
+
+def find_vae_plan(vae: Any, mode: str = "exact") -> VaePlan:
     """The plan of an autoencoder's class.
 
     Raises:
-        UnsupportedError: the class has none; a subclass does not inherit one, for it may compute something else.
+        UnsupportedError: the class has none, and cannot tile where that is the mode; a subclass does not inherit one,
+            for it may compute something else.
     """
     plan = PLANS.get(type(vae).__name__)
-    if plan is None or not type(vae).__module__.startswith("diffusers."):
-        raise UnsupportedError(
-            f"{type(vae).__name__} cannot be run in parallel: its layers are not known. Known are "
-            f"{', '.join(sorted(PLANS))}; use vae_parallel='off'"
-        )
-    return plan
+    if plan is not None and type(vae).__module__.startswith("diffusers."):
+        return plan
+    if can_tile(vae) and mode == "tile":
+        return _OWN_TILING
+    reason, fix = ("", "'tile' or 'off'") if can_tile(vae) else (" and it does not tile", "'off'")
+    raise UnsupportedError(
+        f"{type(vae).__name__} cannot be run in parallel: its layers are not known{reason}. Known are "
+        f"{', '.join(sorted(PLANS))}; use vae_parallel={fix}"
+    )
+
+
+def can_tile(vae: Any) -> bool:
+    """Whether an autoencoder has a tiling of its own, over an encoder and a decoder."""
+    return hasattr(vae, "enable_tiling") and hasattr(vae, "tiled_decode") and hasattr(vae, "decoder")
