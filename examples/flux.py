@@ -23,7 +23,7 @@ import transformers
 from diffusers import FluxPipeline
 from PIL import Image
 
-from xpar import EngineConfig, Parallel
+from xpar import EngineConfig, Parallel, load_pipeline
 
 TINY_FLUX = Path(__file__).parent / "assets" / "tiny-flux"
 
@@ -53,8 +53,8 @@ def load(model: str) -> FluxPipeline:
         logging.disable_progress_bar()  # each process would draw one for each file that it loads
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return FluxPipeline.from_pretrained(model, dtype=torch.bfloat16).to("cuda")
-    return FluxPipeline.from_pretrained(model, dtype=torch.float32)
+        return load_pipeline(model, dtype=torch.bfloat16).to("cuda")
+    return load_pipeline(model, dtype=torch.float32)
 
 
 def paint(pipe: FluxPipeline | Parallel, args: argparse.Namespace) -> tuple[list[Image.Image], float]:

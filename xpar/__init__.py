@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         XparError,
     )
+    from xpar.loading import load_pipeline
     from xpar.parallel import Parallel
     from xpar.wrappers.vae import parallel_vae
 
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "XparError",
     "__version__",
+    "load_pipeline",
     "parallel_vae",
 ]
 
@@ -43,7 +45,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'xpar' has no attribute {name!r}")
-    homes = {"Parallel": "xpar.parallel", "EngineConfig": "xpar.config", "parallel_vae": "xpar.wrappers.vae"}
+    homes = {
+        "EngineConfig": "xpar.config",
+        "Parallel": "xpar.parallel",
+        "load_pipeline": "xpar.loading",
+        "parallel_vae": "xpar.wrappers.vae",
+    }
     home = homes.get(name, "xpar.errors")
     value = getattr(import_module(home), name)
     globals()[name] = value

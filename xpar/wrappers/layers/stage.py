@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from xpar.core.distributed.channel import Channel
+from xpar.core.distributed.operations import named
 from xpar.errors import ConfigError, UnsupportedError
 from xpar.wrappers.models.plan import ModelPlan
 
@@ -58,13 +59,13 @@ class Stage:
         """Send the streams to the next stage, packed into one message."""
         self._channel.send(torch.cat([x.reshape(-1) for x in streams.values() if x is not None]), self.index + 1)
 
-    def receive(self, like: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    def receive(self, like: dict[str, torch.Tensor | None], what: str) -> dict[str, torch.Tensor | None]:
         """Receive the streams from the previous stage; `like` has their shapes, which every stage knows."""
         present = {name: x for name, x in like.items() if x is not None}
         sizes = [x.numel() for x in present.values()]
         first = next(iter(present.values()))
         message = first.new_empty(sum(sizes))
-        self._channel.receive(message, self.index - 1).wait()
+        self._channel.receive(message, self.index - 1, what).wait()
         parts = zip(present.items(), message.split(sizes), strict=True)
         return {**like, **{name: part.view(x.shape) for (name, x), part in parts}}
 
@@ -86,10 +87,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         ConfigError: more stages than blocks.
     """
     blocks = len(costs)
-    if stages > blocks:
-        raise ConfigError(
-            f"pipefusion_degree({stages}) is more than the {blocks} blocks of the transformer; use at most {blocks}"
-        )
+    check_stages(blocks, stages)
     total = list(itertools.accumulate(costs, initial=0.0))
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0.0, 0.0, (0,))}
     for stage in range(1, stages + 1):
@@ -102,6 +100,18 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
                     options.append((max(worst, cost), cost, (*bounds, stop)))
             best[stage, stop] = min(options)
     return best[stages, blocks][2]
+
+
+def check_stages(blocks: int, stages: int) -> None:
+    """Refuse stages without a block.
+
+    Raises:
+        ConfigError: more stages than blocks.
+    """
+    if stages > blocks:
+        raise ConfigError(
+            f"pipefusion_degree({stages}) is more than the {blocks} blocks of the transformer; use at most {blocks}"
+        )
 
 
 def block_cost(block: nn.Module, plan: ModelPlan) -> float:
@@ -160,7 +170,8 @@ def exchange_weights(blocks: Sequence[nn.Module], stage: Stage, group: ProcessGr
     ranks = dist.get_process_group_ranks(group)
     for index, block in enumerate(blocks):
         for _, x in _tensors(block):
-            dist.broadcast(x.data, ranks[stage.owner(index)], group=group)
+            with named(f"broadcast of the weights of block {index}", group):
+                dist.broadcast(x.data, ranks[stage.owner(index)], group=group)
 
 
 def _leave(module: nn.Module, *_: Any, **__: Any) -> nn.Module:

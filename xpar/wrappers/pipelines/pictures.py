@@ -6,7 +6,7 @@ import torch
 
 from xpar.errors import ConfigError
 
-_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _BATCHES = ("prompt", "prompt_embeds", "class_labels", "latents")
 
 
@@ -17,7 +17,7 @@ def count_pictures(arguments: dict[str, Any]) -> int | None:
         if value is None:
             continue
         count = 1 if isinstance(value, str) else len(value)
-        per_prompt = 1 if name == "latents" else next((arguments[n] for n in _PER_PROMPT if arguments.get(n)), 1)
+        per_prompt = 1 if name == "latents" else next((arguments[n] for n in PER_PROMPT if arguments.get(n)), 1)
         return count * per_prompt
     return None
 
