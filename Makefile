@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test coverage lint format bench clean
+.PHONY: venv demo test coverage raises lint format bench clean
 
 venv: $(READY)
 
@@ -19,6 +19,12 @@ test: $(READY)
 
 coverage: $(READY)
 	$(PYTHON) -m pytest -m coverage --timeout 900
+
+# Which raise statements no test reaches; ranks write coverage data of their own.
+raises: $(READY)
+	rm -f .coverage .coverage.*
+	$(PYTHON) -m coverage run -m pytest --timeout 900 || true
+	$(PYTHON) -m tests.raise_coverage
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -34,7 +34,7 @@ TEST = [
     "sentencepiece>=0.2",
     "protobuf>=4",
 ]
-DEV = [*TEST, "ruff>=0.12", "mypy>=1.15", "matplotlib>=3.8"]
+DEV = [*TEST, "coverage>=7.6", "ruff>=0.12", "mypy>=1.15", "matplotlib>=3.8"]
 
 setup(
     name="xpar",
@@ -66,5 +66,5 @@ setup(
         "accelerate>=1.15,<2",
         "safetensors>=0.8",
     ],
-    extras_require={"flash": FLASH, "ray": ["ray>=2.40"], "test": TEST, "dev": DEV},
+    extras_require={"flash": FLASH, "ray": ["ray>=2.40,<3"], "test": TEST, "dev": DEV},
 )
