@@ -1,7 +1,7 @@
 """`Parallel`: one diffusers pipeline on many devices. The whole story, in order."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -9,18 +9,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from xpar.config import EngineConfig
-from xpar.core.distributed.call_agreement import agree_on_call
+from xpar.core.distributed.call_agreement import CallHeader, agree_on_call
+from xpar.core.distributed.call_guard import CallGuard
 from xpar.core.distributed.channel import Channel
 from xpar.core.distributed.grid import Axis, RankGrid
 from xpar.core.shard_groups import ShardGroups
 from xpar.errors import UnsupportedError, XparError
 from xpar.wrappers.layers.stage import Stage, balance, block_cost
 from xpar.wrappers.models import ModelPlan
+from xpar.wrappers.pipelines.call_checks import check_call
+from xpar.wrappers.pipelines.decoders import Decoders, VaeReport
 from xpar.wrappers.pipelines.inspection import Denoisers, bind_call, find_denoisers
 from xpar.wrappers.pipelines.patch_loops import PatchLoops
-from xpar.wrappers.pipelines.pictures import check_pictures
+from xpar.wrappers.pipelines.pipeline_agreement import agree_on_pipeline
 from xpar.wrappers.pipelines.random_state import share_random_state
 from xpar.wrappers.pipelines.sharing import BatchSharing
+from xpar.wrappers.pipelines.step_watch import StepWatch
 from xpar.wrappers.pipelines.whole_calls import WholeCalls
 from xpar.wrappers.transformer import ParallelTransformer
 
@@ -62,11 +66,12 @@ class Parallel:
         self.pipe, self.config = pipe, config
         self.grid = RankGrid.build(config, mesh=mesh, group=group, device=pipe._execution_device)
         self._closed = False
-        self._calls = 0
-        self._failure: BaseException | None = None
         self._transformers: list[ParallelTransformer] = []
+        self._decoders: Decoders | None = None
+        self._guard = CallGuard(self.grid)
         self._runner: PatchLoops | WholeCalls | None = None
         try:
+            agree_on_pipeline(pipe, config, self.grid)
             self._wrap(denoisers)
         except BaseException:
             self.close()
@@ -77,6 +82,7 @@ class Parallel:
         config, grid = self.config, self.grid
         if config.world_size == config.patches == 1:
             return
+        self._decoders = Decoders(self.pipe, config.vae_parallel, grid.all_ranks, grid.is_main)
         groups = ShardGroups(grid.group(Axis.RING), grid.group(Axis.ULYSSES))
         forward, back = (_channel(g, config.patches) for g in (grid.pipefusion_forward, grid.pipefusion_back))
         index, stages = grid.coordinate(Axis.PIPEFUSION), config.pipefusion_degree
@@ -105,31 +111,40 @@ class Parallel:
 
         Raises:
             RankMismatchError: on every rank, if they were called with different arguments.
-            XparError: the object is closed, or a former call failed half-way through its communication.
+            PeerFailedError, CommTimeoutError: another rank failed, or does not answer; no more calls are possible.
+            NonFiniteError, CallCancelledError: on every rank; calls may follow.
+            XparError: the object is closed, in a call already, or a former call failed half-way.
         """
-        self._check_usable()
-        arguments = bind_call(self.pipe, args, kwargs)
-        pictures = check_pictures(arguments, self.config.dp_degree)
-        self._calls += 1
-        facts = {"call number": self._calls, "pipeline": type(self.pipe).__name__, "dtype": str(self.pipe.dtype)}
-        agree_on_call(facts, arguments, self.grid.all_ranks)
-        if arguments.get("generator") is None:
-            share_random_state(self.pipe._execution_device, self.grid.all_ranks)
-        try:
-            return self.pipe(**arguments) if self._runner is None else self._runner(arguments, pictures)
-        except BaseException as error:
-            if self.config.pipefusion_degree > 1:  # messages of this call may still be under way
-                self._failure = error
-            raise
-
-    def _check_usable(self) -> None:
         if self._closed:
             raise XparError("this Parallel object is closed; wrap the pipeline again")
-        if self._failure is not None:
-            raise XparError(
-                f"a former call failed with {type(self._failure).__name__}: {self._failure}; its messages may still be "
-                "under way, so close() this object and wrap the pipeline again"
-            ) from self._failure
+        with self._guard.call() as progress:
+            facts = {"call number": progress.call, "pipeline": type(self.pipe).__name__, "dtype": str(self.pipe.dtype)}
+            progress.header = CallHeader(facts, {})  # should the arguments be no call's
+            arguments = bind_call(self.pipe, args, kwargs)
+            progress.header = header = CallHeader(facts, arguments)
+            pictures = check_call(self.pipe, arguments, self.config.dp_degree)
+            progress.phase = "agreement"
+            agree_on_call(header, self.grid.control)
+            progress.phase = "preparation"
+            if arguments.get("generator") is None:
+                share_random_state(self.pipe._execution_device, self.grid.all_ranks)
+            watch = StepWatch(self.grid, progress, self.config.check_finite, self._guard.cancellation)
+            return self._run(watch.arguments(arguments), pictures, watch)
+
+    def _run(self, arguments: dict[str, Any], pictures: int | None, watch: StepWatch) -> Any:
+        if self._runner is None or self._decoders is None:
+            with watch.installed(self.pipe, ()):
+                return self.pipe(**arguments)
+        with self._decoders.opened():
+            return self._runner(arguments, pictures, watch)
+
+    def cancel(self) -> None:
+        """End the call that is running, on all ranks at the same step; from any thread of any rank.
+
+        The call then raises `CallCancelledError` on every rank, within a step and some tenths of a second. Without a
+        call, or once the picture is being decoded, nothing happens.
+        """
+        self._guard.cancellation.request()
 
     @property
     def rank(self) -> int:
@@ -140,6 +155,20 @@ class Parallel:
     def is_main(self) -> bool:
         """Whether this is the rank to print and to save."""
         return self.grid.is_main
+
+    def vae_report(self, shape: Sequence[int], *, name: str = "decode", component: str = "vae") -> VaeReport:
+        """Peak activation bytes of the autoencoder by rank, for one shape; nothing is computed or communicated.
+
+        Args:
+            shape: of the whole input: latents [B, C, (T,) H, W] for "decode", pictures or video for "encode".
+            name: "decode" or "encode".
+            component: the pipeline's name of the autoencoder.
+
+        Raises:
+            ConfigError: the autoencoder is not shared over ranks.
+        """
+        decoders = self._decoders or Decoders(self.pipe, "off", None, self.is_main)
+        return decoders.report(shape, name, component)
 
     def to(self, *args: Any, **kwargs: Any) -> "Parallel":
         """Move the pipeline as its own `to` does; blocks that other stages hold are passed over."""
@@ -156,6 +185,7 @@ class Parallel:
         if self._closed:
             return
         self._closed = True
+        self._guard.close()
         group = self.grid.group(Axis.PIPEFUSION) if restore_weights else None
         gone = sum(transformer.take_off(group) for transformer in self._transformers)
         if gone and self.is_main:
@@ -164,7 +194,7 @@ class Parallel:
                 "close(restore_weights=True) has the stages send them back",
                 gone,
             )
-        self._transformers, self._runner = [], None
+        self._transformers, self._runner, self._decoders = [], None, None
         self.grid.close()
 
     def __enter__(self) -> "Parallel":

@@ -47,10 +47,10 @@ def recorded() -> Iterator[Recorder]:
         recorder.add("ring", sum(op.tensor.numel() for op in operations if op.op is dist.isend))
         return batch(operations)
 
-    def count_gather(output: Any, x: Any, group: Any) -> Any:
-        kind = "agreement" if x.dtype == torch.int64 else "all_gather"  # what ranks compare at the start of a call
+    def count_gather(output: Any, x: Any, group: Any, async_op: bool = False) -> Any:
+        kind = "agreement" if x.dtype == torch.int64 else "all_gather"  # what ranks compare in a call, at no step
         recorder.add(kind, output.numel() - x.numel())
-        return gather(output, x, group=group)
+        return gather(output, x, group=group, async_op=async_op)
 
     def count_broadcast(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.add("broadcast", tensor.numel())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.dist.pool import RankPool
 from tests.tiny_models import call_arguments, pipeline
 from xpar import EngineConfig, Parallel, RankMismatchError
-from xpar.core.distributed.call_agreement import agree_on_call
+from xpar.core.distributed.call_agreement import CallHeader, agree_on_call
 
 
 def by_rank(name: str, rank: int) -> dict[str, Any]:
@@ -68,17 +68,17 @@ def other_dtype() -> str:
     pipe = pipeline("flux")
     if dist.get_rank() == 1:
         pipe.to(torch.bfloat16)
-    with Parallel(pipe, EngineConfig(timeout=20, ulysses_degree=2)) as parallel:
-        try:
-            parallel(**call_arguments("flux"))
-        except RankMismatchError as error:
-            return str(error)
+    try:
+        Parallel(pipe, EngineConfig(timeout=20, ulysses_degree=2))
+    except RankMismatchError as error:
+        return str(error)
     return "nothing was refused"
 
 
 def test_a_rank_of_another_dtype_is_named(pool2: RankPool) -> None:
     for text in pool2.run(other_dtype):
-        assert "dtype: rank0='torch.float32' rank1='torch.bfloat16'" in text
+        assert "transformer: rank0=FluxTransformer2DModel of torch.float32 on cpu rank1=" in text
+        assert "torch.bfloat16" in text and "load the same on every rank" in text
 
 
 def cost() -> float:
@@ -88,7 +88,7 @@ def cost() -> float:
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        agree_on_call({"call number": 1}, arguments, group)
+        agree_on_call(CallHeader({"call number": 1}, arguments), group)
         times.append(time.perf_counter() - start)
     dist.destroy_process_group(group)
     return 1000 * sorted(times)[25]

@@ -77,7 +77,12 @@ def effect_of_a_token(kind: str, layout: tuple[int, int], stream: str) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS[2])
 @pytest.mark.parametrize(
     ("kind", "stream"),
-    [("flux", "hidden_states"), ("flux", "encoder_hidden_states"), ("sd3", "encoder_hidden_states"), ("wan", "hidden_states")],
+    [
+        ("flux", "hidden_states"),
+        ("flux", "encoder_hidden_states"),
+        ("sd3", "encoder_hidden_states"),
+        ("wan", "hidden_states"),
+    ],
 )
 def test_a_token_reaches_the_tokens_of_other_ranks(
     pool2: RankPool, kind: str, stream: str, layout: tuple[int, int]

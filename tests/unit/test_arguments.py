@@ -29,8 +29,11 @@ def test_flag_surface():
         "--dp_degree": 1,
         "--num_patches": None,
         "--warmup_steps": 1,
+        "--vae_parallel": "exact",
         "--attention_backend": "auto",
         "--timeout": 600.0,
+        "--check_finite": "end",
+        "--verify_weights": False,
     }
 
 
@@ -48,7 +51,8 @@ def test_no_flags_give_the_defaults():
 def test_flags_are_parsed_to_the_types_of_the_fields():
     line = (
         "--ulysses_degree 2 --ring_degree 3 --pipefusion_degree 4 --cfg_degree 5 --dp_degree 6 "
-        "--num_patches 8 --warmup_steps 0 --attention_backend math --timeout 30"
+        "--num_patches 8 --warmup_steps 0 --vae_parallel tile --attention_backend math --timeout 30 "
+        "--check_finite step --verify_weights"
     )
     assert EngineConfig.from_arguments(make_parser().parse_args(line.split())) == EngineConfig(
         ulysses_degree=2,
@@ -58,8 +62,11 @@ def test_flags_are_parsed_to_the_types_of_the_fields():
         dp_degree=6,
         num_patches=8,
         warmup_steps=0,
+        vae_parallel="tile",
         attention_backend="math",
         timeout=30.0,
+        check_finite="step",
+        verify_weights=True,
     )
 
 

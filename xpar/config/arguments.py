@@ -55,6 +55,8 @@ def _parsing(hint: Any) -> dict[str, Any]:
     if isinstance(hint, UnionType) and NoneType in get_args(hint):
         (inner,) = (option for option in get_args(hint) if option is not NoneType)
         return {"type": _or_none(inner), "metavar": f"{inner.__name__.upper()}|none"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
     return {"type": hint, "metavar": hint.__name__.upper()}
 
 

@@ -10,6 +10,8 @@ from typing import Literal, get_args
 from xpar.config import arguments
 from xpar.errors import ConfigError
 
+VaeParallel = Literal["exact", "tile", "off"]
+CheckFinite = Literal["off", "end", "step"]
 AttentionBackend = Literal["auto", "cpu", "math", "flash", "efficient", "cudnn", "flash_attn2", "flash_attn3"]
 
 # Order of the axes of the rank grid, outermost first (ranks that differ in the last axis are neighbours).
@@ -48,11 +50,20 @@ class EngineConfig:
     warmup_steps: int = 1
     """First steps that pipefusion runs on the whole sequence, exactly as one process would; 0 is legal."""
 
+    vae_parallel: VaeParallel = "exact"
+    """How the autoencoder is shared: exact splits the picture, tile deals diffusers' own tiles, off runs it whole."""
+
     attention_backend: AttentionBackend = "auto"
     """Local attention kernel; auto takes the fastest one that is right for the device and the mask."""
 
     timeout: float = 600.0
     """Seconds a communication may take before every process ends with an error."""
+
+    check_finite: CheckFinite = "end"
+    """When latents are checked for NaN and infinity; step says where they began but waits for the device each step."""
+
+    verify_weights: bool = False
+    """Compare the weights of all processes when the pipeline is wrapped (reads every weight once)."""
 
     def __post_init__(self) -> None:
         for name in _DEGREES:
@@ -60,7 +71,11 @@ class EngineConfig:
         if self.num_patches is not None:
             _check_int("num_patches", self.num_patches, minimum=1, fix="use None to have it chosen")
         _check_int("warmup_steps", self.warmup_steps, minimum=0, fix="use 0 for no warm-up")
-        _check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        _check_choice("vae_parallel", self.vae_parallel, get_args(VaeParallel), fix='use "exact" if in doubt')
+        _check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend), 'use "auto" if in doubt')
+        _check_choice("check_finite", self.check_finite, get_args(CheckFinite), fix='the default is "end"')
+        if type(self.verify_weights) is not bool:
+            raise _refuse("verify_weights", self.verify_weights, "must be True or False", "the default is False")
         _check_seconds("timeout", self.timeout)
 
     @property
@@ -142,9 +157,9 @@ def _check_int(name: str, value: object, *, minimum: int, fix: str) -> None:
         raise _refuse(name, value, f"must be an int >= {minimum}", fix)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...], fix: str) -> None:
     if type(value) is not str or value not in choices:
-        raise _refuse(name, value, f"must be one of {', '.join(choices)}", 'use "auto" if in doubt')
+        raise _refuse(name, value, f"must be one of {', '.join(choices)}", fix)
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """One transformer whose tokens are spread over shards and whose blocks are spread over stages."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from xpar.wrappers.layers.attention import ParallelAttnProcessor
 from xpar.wrappers.layers.block import ShardedBlock
 from xpar.wrappers.layers.stage import FreedBlock, Stage, check_freeable, exchange_weights
 from xpar.wrappers.layers.token_flow import TokenFlow, View
-from xpar.wrappers.models.plan import ModelPlan, forward_signature, getattr_path, map_tensors
+from xpar.wrappers.models.plan import ModelPlan, forward_signature, getattr_path, map_tensors, tensors_of
 
 
 class CallSchedule(Protocol):
@@ -52,6 +52,8 @@ class ParallelTransformer:
         self.name, self.module, self.plan = name, module, plan
         self.groups, self.patches, self.stage, self.backend = groups, patches, stage, backend
         self.schedule: CallSchedule | None = None
+        self.observe: Callable[[str, Sequence[torch.Tensor | None]], None] | None = None
+        """Is shown what the stage has "received" and what is to be "sent" (or is its result)."""
         self._flow: TokenFlow | None = None
         self._replaced: list[tuple[nn.Module, Any]] = []
         self._hooks: list[Any] = []
@@ -126,6 +128,8 @@ class ParallelTransformer:
         if not self._is_spread:
             return self._inner(*args, **kwargs)
         flow = TokenFlow(self.plan, self.groups, self.patches, view, has_result=self.stage.is_last)
+        if self.observe is not None:
+            flow.observe = self.observe
         if view.probe is None:
             args, kwargs = self._cut_inputs(view, args, kwargs)
         self._flow = flow
@@ -133,6 +137,8 @@ class ParallelTransformer:
             result = self._inner(*args, **kwargs)
         finally:
             self._flow = None
+        if self.stage.is_last and view.probe is None:
+            flow.observe("sent", tensors_of(result))
         if not (flow.entered and flow.left):
             raise UnsupportedError(
                 f"{self.name}: forward did not run its {'last' if flow.entered else 'first'} block, so the tokens were "

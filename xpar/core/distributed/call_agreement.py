@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from xpar.core.distributed.operations import named
 from xpar.errors import RankMismatchError
 
 # Arguments that are compared one by one, so that the error can name them; all others share one slot.
@@ -35,43 +36,73 @@ _NAMED = (
     "callback_on_step_end",
 )
 _OTHERS = "other arguments"
+_REFUSED = "refused with"
 
 
-def agree_on_call(facts: Mapping[str, Any], arguments: Mapping[str, Any], group: ProcessGroup | None) -> None:
-    """Compare a call over the ranks of a group.
+class CallHeader:
+    """What a call is, field by field.
 
     Args:
         facts: what else must be equal (call number, pipeline class, dtype, ...), the same names on every rank.
         arguments: the call's arguments by name.
-        group: the ranks, or None for one.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+        self.fields = {**facts, **{name: arguments.get(name) for name in _NAMED}}
+        self.fields[_OTHERS] = {name: value for name, value in sorted(arguments.items()) if name not in _NAMED}
+        self.fields[_REFUSED] = None
+
+    def refuse(self, error: str) -> None:
+        """Say that this rank does not make the call."""
+        self.fields[_REFUSED] = error
+
+    def codes(self) -> list[int]:
+        """A number for each field, equal where the fields are."""
+        return [_code(value) for value in self.fields.values()]
+
+    def shown(self) -> dict[str, str]:
+        """The fields for people to read; different where the fields are."""
+        return {name: _show(value) for name, value in self.fields.items()}
+
+
+def agree_on_call(header: CallHeader, group: ProcessGroup | None) -> None:
+    """Compare a call over the ranks of a group.
+
+    Args:
+        header: the call, as this rank makes it.
+        group: the ranks, of a backend that sends from the host (gloo), or None for one.
 
     Raises:
         RankMismatchError: on every rank, naming the fields that differ and their values by rank.
     """
     if group is None:
         return
-    fields = {**facts, **{name: arguments.get(name) for name in _NAMED}}
-    fields[_OTHERS] = {name: value for name, value in sorted(arguments.items()) if name not in _NAMED}
-    own = torch.tensor([_code(value) for value in fields.values()], dtype=torch.int64)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    every = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64, device=device)
-    dist.all_gather_single(every, own.to(device), group=group)
-    by_rank = every.view(-1, own.numel()).cpu()
-    differing = [name for name, same in zip(fields, (by_rank == by_rank[0]).all(0).tolist(), strict=True) if not same]
-    if differing:
-        raise RankMismatchError(_describe({name: fields[name] for name in differing}, group))
+    own = torch.tensor(header.codes(), dtype=torch.int64)
+    every = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64)
+    with named("the agreement on a call", group):
+        dist.all_gather_single(every, own, group=group)
+    by_rank = every.view(-1, own.numel())
+    if bool((by_rank != by_rank[0]).any()):  # all ranks come here together, so they can tell each other their values
+        shown: list[Any] = [None] * dist.get_world_size(group)
+        with named("the agreement on a call", group):
+            dist.all_gather_object(shown, header.shown(), group=group)
+        raise RankMismatchError(_describe(dict(zip(dist.get_process_group_ranks(group), shown, strict=True))))
 
 
-def _describe(fields: Mapping[str, Any], group: ProcessGroup) -> str:
-    """The message; all ranks come here together, so they can tell each other what their values are."""
-    shown: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shown, {name: _show(value) for name, value in fields.items()}, group=group)
-    ranks = dist.get_process_group_ranks(group)
+def _describe(shown: Mapping[int, Mapping[str, str]]) -> str:
+    """What is different in a call, in words, from `CallHeader.shown` by rank."""
     lines = []
-    for name in fields:
-        values = " ".join(f"rank{rank}={of_rank[name]}" for rank, of_rank in zip(ranks, shown, strict=True))
-        lines.append(f"{name}: {values}")
+    for name in next(iter(shown.values())):
+        # A rank that has refused its arguments may not know them all.
+        known = {rank: values for rank, values in shown.items() if name == _REFUSED or not _is_unknown(name, values)}
+        values = {rank: of_rank[name] for rank, of_rank in known.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"{name}: " + " ".join(f"rank{rank}={value}" for rank, value in values.items()))
     return f"the ranks were called with different arguments; {'; '.join(lines)}; pass the same on every rank"
+
+
+def _is_unknown(name: str, shown: Mapping[str, str]) -> bool:
+    return shown[_REFUSED] != repr(None) and shown[name] in (repr(None), "{}")
 
 
 def _show(value: Any) -> str:
@@ -109,7 +140,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif torch.is_tensor(value):
         digest.update(repr((tuple(value.shape), str(value.dtype))).encode())
         if value.numel():
-            digest.update(struct.pack("<Q", int(_sum_of_bits(value))))
+            digest.update(struct.pack("<Q", int(sum_of_bits(value))))
     elif isinstance(value, torch.Generator):
         digest.update(value.get_state().numpy().tobytes())
     elif isinstance(value, Mapping):
@@ -124,7 +155,7 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(value.tobytes())
 
 
-def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     """A checksum of a tensor's bits, computed where the tensor is; the position of each element counts."""
     bits = value.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2654435761 % 1000003

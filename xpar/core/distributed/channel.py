@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
+from xpar.core.distributed.operations import NamedWork, named
 from xpar.errors import ConfigError
 
 
@@ -24,23 +25,31 @@ class Channel:
 
     def __init__(self, group: ProcessGroup, keep: int = 16) -> None:
         self.group, self.keep = group, keep
-        self._sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self._sends: deque[NamedWork] = deque()
 
     def send(self, x: torch.Tensor, stage: int) -> None:
         """Start to send a tensor to a stage of the group; it must not be written to afterwards."""
         x = x.contiguous()
-        self._sends.append((_joined(dist.isend(x, group=self.group, group_dst=stage)), x))
+        with named("send", self.group, stage):
+            work = _joined(dist.isend(x, group=self.group, group_dst=stage))
+        self._sends.append(NamedWork(work, "send", self.group, stage, (x,)))
         while len(self._sends) > self.keep:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft().wait()
 
-    def receive(self, buffer: torch.Tensor, stage: int) -> Work:
-        """Start to receive into a contiguous buffer from a stage; wait on the returned handle before reading it."""
-        return _joined(dist.irecv(buffer, group=self.group, group_src=stage))
+    def receive(self, buffer: torch.Tensor, stage: int, what: str = "a message") -> NamedWork:
+        """Start to receive into a contiguous buffer from a stage; wait on the returned handle before reading it.
+
+        `what` names it, should it never come.
+        """
+        operation = f"receive of {what}"
+        with named(operation, self.group, stage):
+            work = _joined(dist.irecv(buffer, group=self.group, group_src=stage))
+        return NamedWork(work, operation, self.group, stage, (buffer,))
 
     def flush(self) -> None:
         """Wait for every send that is under way."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft().wait()
 
 
 def _joined(work: Work | None) -> Work:

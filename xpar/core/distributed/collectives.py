@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from xpar.core.distributed.operations import named
 from xpar.errors import ConfigError
 
 __all__ = ["RingExchange", "all_gather_uneven", "exchange_splits", "group_rank", "group_size", "start_ring_exchange"]
@@ -91,7 +92,8 @@ def exchange_splits(
     if group is None:
         return send
     received = send.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group)
+    with named("all_to_all", group):
+        dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group)
     return received
 
 
@@ -106,11 +108,13 @@ class RingExchange:
     sent: Tensor
     received: Tensor
     _works: list[Work] = field(default_factory=list)
+    _group: ProcessGroup | None = None
 
     def wait(self) -> Tensor:
         """Wait for both directions (on NCCL: the current stream does, not the host) and return what came in."""
-        while self._works:
-            self._works.pop().wait()
+        with named("ring exchange", self._group):
+            while self._works:
+                self._works.pop().wait()
         return self.received
 
 
@@ -134,19 +138,21 @@ def start_ring_exchange(send: Tensor, receive_size: int, group: ProcessGroup | N
         return RingExchange(sent=send, received=send)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = send.new_empty(receive_size)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, send, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
-        ]
-    )
-    return RingExchange(sent=send, received=received, _works=works)
+    with named("ring exchange", group):
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, send, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+            ]
+        )
+    return RingExchange(sent=send, received=received, _works=works, _group=group)
 
 
 def _all_gather_single(output: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, shard, group=group)
+    with named("all_gather", group):
+        gather(output, shard, group=group)
 
 
 def _check_lengths(what: str, size: int, lengths: Sequence[int], group: ProcessGroup | None) -> None:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from xpar.config import EngineConfig
 from xpar.core.distributed import launch
 from xpar.core.distributed.config_agreement import agree_on_config
+from xpar.core.distributed.connections import Connections
+from xpar.core.distributed.failure_board import FailureBoard
 from xpar.core.distributed.group_factory import GroupFactory
 from xpar.core.distributed.layout import Axis, GridLayout
 from xpar.core.distributed.span import Span, find_span
@@ -38,9 +40,14 @@ class RankGrid:
         """Group of the whole grid; None when it has one rank."""
         self.pipefusion_back: dist.ProcessGroup | None = None
         """Same ranks as `pipefusion_forward`; carries only what the last stage sends to the others."""
+        self.control: dist.ProcessGroup | None = None
+        """Group of the whole grid for small numbers on the host, gloo on any device; None when it has one rank."""
+        self.failure_board: FailureBoard | None = None
+        """Where the ranks leave errors for each other; None when there is one rank."""
         self._groups: dict[Axis, dist.ProcessGroup] = {}
         self._factory: GroupFactory | None = None
         self._mesh: DeviceMesh | None = None
+        self._connections: Connections | None = None
 
     @classmethod
     def build(
@@ -86,7 +93,9 @@ class RankGrid:
         if self.world_size == 1:
             return
         self._factory = factory = GroupFactory(span, self.timeout, token)
+        connections = Connections()
         try:
+            self.control = factory.make("control", [range(self.world_size)], backend="gloo")
             self.all_ranks = factory.make("all", [range(self.world_size)])
             for axis in Axis:
                 if self.size(axis) > 1:
@@ -94,9 +103,12 @@ class RankGrid:
             if self.size(Axis.PIPEFUSION) > 1:
                 # A communicator for each direction: large messages on one could wait on each other in a circle.
                 self.pipefusion_back = factory.make("pipefusion_back", self.layout.slices(Axis.PIPEFUSION))
+            connections.settle(factory.groups, self.control)
         except BaseException:
             factory.destroy()
             raise
+        self._connections = connections
+        self.failure_board = FailureBoard(factory.store, token, self.ranks, self.rank)
 
     @property
     def world_size(self) -> int:
@@ -159,9 +171,14 @@ class RankGrid:
         ranks = torch.tensor(self.ranks).view([self.size(axis) for axis in axes])
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
+    def break_off(self) -> None:
+        """End every communication on this grid's groups, for good; the ranks that wait in one raise."""
+        if self._connections is not None:
+            self._connections.break_off()
+
     def close(self) -> None:
         """Destroy the groups that this grid made, in the same order on each rank; calling it again is fine."""
-        self._mesh = self.all_ranks = self.pipefusion_back = None
+        self._mesh = self.all_ranks = self.pipefusion_back = self.control = None
         self._groups.clear()
         if self._factory is not None:
             self._factory.destroy()

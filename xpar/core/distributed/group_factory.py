@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
+from xpar.core.distributed.operations import failure_of
 from xpar.core.distributed.span import Span
 from xpar.errors import UnsupportedError
 
@@ -25,29 +27,56 @@ class GroupFactory:
         self._token = token
         self._made: list[dist.ProcessGroup] = []
 
-    def make(self, name: str, slices: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups made so far."""
+        return list(self._made)
+
+    @property
+    def store(self) -> Store:
+        """The job's key-value store."""
+        store: Store = c10d._world.pg_map[c10d._get_default_group()][1]
+        return store
+
+    def make(self, name: str, slices: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Make one group for each slice, and return the one that this rank is in.
 
         Args:
             name: says what the group is for, in errors and flight records.
             slices: disjoint sequences of grid indices; one of them holds this rank. A rank's position in its
                 sequence becomes its rank in the group.
+            backend: None for that of the world.
+
+        Raises:
+            CommTimeoutError, PeerFailedError: another rank did not come, or left.
         """
+        try:
+            mine = self._make(name, slices, backend)
+        except RuntimeError as error:
+            failure = failure_of(f"the making of group {name}", error)
+            if failure is None:
+                raise
+            raise failure from error
+        self._made.append(mine)
+        return mine
+
+    def _make(self, name: str, slices: Sequence[Sequence[int]], backend: str | None) -> dist.ProcessGroup:
         rank = dist.get_rank()
         mine = None
         for indices in slices:
             ranks = [self._span.ranks[index] for index in indices]
             if self._span.is_world:
-                group = dist.new_group(ranks, timeout=self._timeout, group_desc=f"xpar {name}", sort_ranks=False)
+                group = dist.new_group(
+                    ranks, timeout=self._timeout, backend=backend, group_desc=f"xpar {name}", sort_ranks=False
+                )
                 mine = group if rank in ranks else mine
             elif rank in ranks:
-                mine = self._make_in_part_of_world(name, ranks)
+                mine = self._make_in_part_of_world(name, ranks, backend)
         if mine is None:
             raise ValueError(f"slices={slices}: no slice holds rank {rank}")
-        self._made.append(mine)
         return mine
 
-    def _make_in_part_of_world(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
+    def _make_in_part_of_world(self, name: str, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
         """Make a group when other processes of the job are busy elsewhere and will not take part.
 
         `new_group(use_local_synchronization=True)` is meant for this, but it names a group by its ranks and
@@ -62,13 +91,12 @@ class GroupFactory:
                 "group= or mesh= on a part of a world that was initialised with device_id=; "
                 "call init_process_group without device_id"
             )
-        backend, store = c10d._world.pg_map[world]
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
             ranks,
-            dist.Backend(backend),
-            store,
+            dist.Backend(backend or c10d._world.pg_map[world][0]),
+            self.store,
             c10d.GroupName(f"xpar_{self._token}_{name}_{ranks[0]}"),
             timeout=self._timeout,
             group_desc=f"xpar {name}",

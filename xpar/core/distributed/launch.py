@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from xpar.config import EngineConfig
+from xpar.core.distributed.operations import failure_of
 from xpar.errors import CommTimeoutError, ConfigError
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 # What torchrun sets for each process, and what init_process_group reads.
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -38,7 +46,7 @@ def start(config: EngineConfig, device: torch.device | None) -> None:
 
     Raises:
         ConfigError: nothing has launched more than one process, or the address is in use.
-        CommTimeoutError: not all processes came.
+        CommTimeoutError, PeerFailedError: not all processes came, or one left.
     """
     if not is_launched():
         raise ConfigError(
@@ -46,9 +54,11 @@ def start(config: EngineConfig, device: torch.device | None) -> None:
             f"launch with `torchrun --nproc_per_node={config.world_size} script.py`, or call "
             f"torch.distributed.init_process_group before Parallel"
         )
+    _end_with_launcher()
     backend = _backend(device)
+    timeout = timedelta(seconds=config.timeout)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
+        dist.init_process_group(backend, timeout=timeout, **_store_of_attempt(timeout))
     except dist.DistNetworkError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConfigError(
@@ -59,6 +69,40 @@ def start(config: EngineConfig, device: torch.device | None) -> None:
         raise CommTimeoutError(
             f"timeout={config.timeout}: not all of WORLD_SIZE={os.environ['WORLD_SIZE']} processes joined ({error})"
         ) from error
+    except RuntimeError as error:
+        failure = failure_of("the start of the default group", error)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Arguments that keep the second attempt of `torchrun --max-restarts` from what the first has left in the store.
+
+    torchrun keeps its store over the attempts (torch 2.13), so that a second initialisation connects to addresses of
+    processes that have ended.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*address, world_size, is_master=False, timeout=timeout)
+    return {"store": PrefixStore(f"xpar/attempt {attempt}", store), "rank": rank, "world_size": world_size}
+
+
+def _end_with_launcher() -> None:
+    """Have this process get SIGTERM when torchrun dies, which cannot tell its processes if it is killed itself.
+
+    Only a process that torchrun has made (each leads a session) does so: the signal follows the end of the thread that
+    made the process, and whoever else made one may have done it on a thread of short life.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ or os.getsid(0) != os.getpid():
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it has died meanwhile, so no signal will come
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _backend(device: torch.device | None) -> str:

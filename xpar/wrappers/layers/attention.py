@@ -15,7 +15,7 @@ from xpar.core.long_ctx_attention.ulysses import gather_heads, scatter_heads
 from xpar.core.long_ctx_attention.usp import TokenLayout, usp_attention
 from xpar.core.stale_cache.kv_cache import LayerCache
 from xpar.core.stale_cache.token_partition import TokenPartition
-from xpar.errors import UnsupportedError
+from xpar.errors import CommError, UnsupportedError
 from xpar.wrappers.layers.token_flow import TokenFlow
 
 
@@ -56,8 +56,12 @@ class ParallelAttnProcessor:
         if flow is None:
             return self.inner(*args, **kwargs)
         spanning = _SpanningAttention(self, flow)
-        with spanning:
-            result = self.inner(*args, **kwargs)
+        try:
+            with spanning:
+                result = self.inner(*args, **kwargs)
+        except CommError as error:
+            error.place = error.place or f"layer {self.name}"
+            raise
         if spanning.calls != 1:
             raise UnsupportedError(
                 f"{self.name} reached F.scaled_dot_product_attention {spanning.calls} times with its "

@@ -75,9 +75,12 @@ class ShardedBlock:
         """
         names = self.plan.streams
         if self.stage.index > 0 and self.stage.owns(self.index) and not flow.received:
-            arguments.update(self.stage.receive({name: arguments.get(name) for name in names}))
+            what = "the sequence" if flow.view.patch is None else f"patch {flow.view.patch}"
+            arguments.update(self.stage.receive({name: arguments.get(name) for name in names}, what))
             flow.received = True
+            flow.observe("received", [arguments.get(name) for name in names])
         elif self.index >= self.stage.stop and not flow.sent:
+            flow.observe("sent", [arguments.get(name) for name in names])
             self.stage.send({name: arguments.get(name) for name in names})
             flow.sent = True
 

@@ -1,7 +1,7 @@
 """The way of the tokens through one forward of a transformer: cut, pass the blocks, gather."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class TokenFlow:
         patches: number of patches M.
         view: what this forward computes.
         has_result: whether this rank's stage runs the last block; elsewhere the head runs on zeros.
+        observe: is shown what a stage has "received" and what is to be "sent".
     """
 
     plan: ModelPlan
@@ -48,6 +49,7 @@ class TokenFlow:
     patches: int
     view: View
     has_result: bool = True
+    observe: Callable[[str, Sequence[torch.Tensor | None]], None] = lambda what, tensors: None
     received: bool = False
     sent: bool = False
     left: bool = False

@@ -197,3 +197,14 @@ def map_tensors(function: Any, tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(function, value) for value in tree)
     return tree
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples, lists and dicts, in order."""
+    if torch.is_tensor(tree):
+        return [tree]
+    if isinstance(tree, dict):
+        return [x for value in tree.values() for x in tensors_of(value)]
+    if isinstance(tree, (list, tuple)):
+        return [x for value in tree for x in tensors_of(value)]
+    return []

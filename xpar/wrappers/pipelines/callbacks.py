@@ -10,6 +10,7 @@ from torch import nn
 from xpar.wrappers.models.plan import map_tensors
 from xpar.wrappers.pipelines.turns import Turns
 
+CALLBACK = "callback_on_step_end"
 StepCallback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -49,3 +50,12 @@ class SharedCallback:
         returned, changed = self._effects[number]
         vars(pipe).update(changed)
         return map_tensors(torch.Tensor.clone, returned)
+
+
+def with_callback(arguments: dict[str, Any], function: StepCallback) -> dict[str, Any]:
+    """A call's arguments with another function in place of the user's callback."""
+    user = arguments[CALLBACK]
+    arguments = {**arguments, CALLBACK: function}
+    if hasattr(user, "tensor_inputs"):  # a PipelineCallback says itself which tensors it wants
+        arguments["callback_on_step_end_tensor_inputs"] = user.tensor_inputs
+    return arguments

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from xpar.wrappers.pipelines.sharing import replaced
 from xpar.wrappers.pipelines.turns import LoopEnded
+from xpar.wrappers.replacing import replaced
 
 
 class EncoderReplay:

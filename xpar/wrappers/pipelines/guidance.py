@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from xpar.core.distributed.collectives import all_gather_uneven, group_rank, group_size
+from xpar.core.distributed.operations import named
 from xpar.errors import UnsupportedError
-from xpar.wrappers.models.plan import map_tensors, named_arguments
+from xpar.wrappers.models.plan import map_tensors, named_arguments, tensors_of
 from xpar.wrappers.pipelines.deferred import Deferred, settle
-from xpar.wrappers.pipelines.regions import tensors_of
 from xpar.wrappers.pipelines.rows import RowSplit, cut_batch
 from xpar.wrappers.transformer import ParallelTransformer
 
@@ -147,7 +147,8 @@ class GuidanceSplit:
         is_owner = branch.owner == group_rank(self.cfg)
         if branch.key not in self._forms:
             form = [map_tensors(lambda x: torch.empty_like(x, device="meta"), branch.output) if is_owner else None]
-            dist.broadcast_object_list(form, group=self.cfg, group_src=branch.owner)
+            with named("broadcast of a branch's form", self.cfg, branch.owner):
+                dist.broadcast_object_list(form, group=self.cfg, group_src=branch.owner)
             self._forms[branch.key] = form[0]
         form_of_output = self._forms[branch.key]
         like = tensors_of(form_of_output)
@@ -155,7 +156,8 @@ class GuidanceSplit:
             message = torch.cat([x.reshape(-1) for x in tensors_of(branch.output)])
         else:
             message = torch.empty(sum(x.numel() for x in like), dtype=like[0].dtype, device=branch.device)
-        dist.broadcast(message, group=self.cfg, group_src=branch.owner)
+        with named("broadcast of a branch", self.cfg, branch.owner):
+            dist.broadcast(message, group=self.cfg, group_src=branch.owner)
         branch.output = _unpack(message, form_of_output)
 
 

@@ -8,24 +8,25 @@ thread and on the pipeline itself, ends with the complete latents and alone deco
 import copy
 import functools
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from diffusers.configuration_utils import ConfigMixin
 from torch import nn
 
 from xpar.core.distributed.channel import Channel
-from xpar.wrappers.pipelines.callbacks import SharedCallback
+from xpar.errors import AgreedError
+from xpar.wrappers.pipelines.callbacks import CALLBACK, SharedCallback, with_callback
 from xpar.wrappers.pipelines.deferred import settle
 from xpar.wrappers.pipelines.encoders import EncoderReplay
 from xpar.wrappers.pipelines.patched_call import PatchedCall
 from xpar.wrappers.pipelines.random_state import RandomState, clone_generators, copy_containers
-from xpar.wrappers.pipelines.sharing import BatchSharing, steps_through
+from xpar.wrappers.pipelines.sharing import BatchSharing
+from xpar.wrappers.pipelines.step_watch import StepWatch
+from xpar.wrappers.pipelines.steps import latents_of, steps_through, with_latents
 from xpar.wrappers.pipelines.turns import LoopEnded, Turns, inherit_thread_state
 from xpar.wrappers.transformer import ParallelTransformer
-
-CALLBACK = "callback_on_step_end"
 
 
 class PatchLoops:
@@ -56,7 +57,7 @@ class PatchLoops:
         self.pipe, self.transformers = pipe, transformers
         self.patches, self.warmup, self.stages, self.back = patches, warmup, stages, back
 
-    def __call__(self, arguments: dict[str, Any], pictures: int | None) -> Any:
+    def __call__(self, arguments: dict[str, Any], pictures: int | None, watch: StepWatch) -> Any:
         """Call the pipeline and return its output.
 
         Raises:
@@ -69,10 +70,20 @@ class PatchLoops:
             stack.enter_context(self.sharing.installed(self.pipe, self.transformers, call, pictures))
             stack.enter_context(steps_through(self.pipe, functools.partial(_composing, call=call)))
             replay = EncoderReplay(self._encoders(), self._decoders(), lambda: turns.current, self.patches - 1)
+            stack.enter_context(watch.installed(self.pipe, self.transformers))
             stack.enter_context(replay.installed())
-            result = self._run(call, turns, arguments, RandomState.now(device))
+            stack.enter_context(self._left_in_order())
+            return self._run(call, turns, arguments, RandomState.now(device))
+
+    @contextmanager
+    def _left_in_order(self) -> Iterator[None]:
+        """All ranks leave at the same place, with a result or an error of all: no message stays under way."""
+        try:
+            yield
+        except AgreedError:
             self._flush()
-        return result
+            raise
+        self._flush()
 
     def _run(self, call: PatchedCall, turns: Turns, arguments: dict[str, Any], random: RandomState) -> Any:
         last = self.patches - 1
@@ -80,8 +91,8 @@ class PatchLoops:
         leading = dict(arguments)
         if arguments.get(CALLBACK) is not None:
             shared = SharedCallback(arguments[CALLBACK], self.pipe, turns)
-            leading = self._with_callback(leading, shared.lead)
-            every = [self._with_callback(own, shared.follow) for own in every]
+            leading = with_callback(leading, shared.lead)
+            every = [with_callback(own, shared.follow) for own in every]
 
         def follow(loop: int) -> None:
             try:
@@ -112,6 +123,9 @@ class PatchLoops:
             result = type(self.pipe).__call__(self.pipe, **leading)
         except LoopEnded:
             pass
+        except AgreedError:
+            turns.is_orderly = True
+            raise
         finally:
             turns.stop()
             for thread in threads:
@@ -145,14 +159,6 @@ class PatchLoops:
             own["callback"] = None
         return own
 
-    @staticmethod
-    def _with_callback(arguments: dict[str, Any], function: Any) -> dict[str, Any]:
-        user = arguments[CALLBACK]
-        arguments = {**arguments, CALLBACK: function}
-        if hasattr(user, "tensor_inputs"):  # a PipelineCallback says itself which tensors it wants
-            arguments["callback_on_step_end_tensor_inputs"] = user.tensor_inputs
-        return arguments
-
     def _encoders(self) -> list[tuple[nn.Module, str]]:
         denoisers = [transformer.module for transformer in self.transformers]
         found: list[tuple[nn.Module, str]] = []
@@ -180,9 +186,6 @@ def _composing(step: Any, call: PatchedCall) -> Any:
         args, kwargs = settle(args), settle(kwargs)
         sample = kwargs["sample"] if "sample" in kwargs else args[2]
         result = step(*args, **kwargs)
-        if isinstance(result, tuple):
-            return (call.compose(result[0], sample), *result[1:])
-        result.prev_sample = call.compose(result.prev_sample, sample)
-        return result
+        return with_latents(result, call.compose(latents_of(result), sample))
 
     return composed

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import Work
 
 from xpar.core.distributed.channel import Channel
+from xpar.core.distributed.operations import NamedWork
 from xpar.core.stale_cache.kv_cache import LayerCache
 from xpar.wrappers.layers.token_flow import View
-from xpar.wrappers.models.plan import map_tensors
-from xpar.wrappers.pipelines.regions import Regions, tensors_of
+from xpar.wrappers.models.plan import map_tensors, tensors_of
+from xpar.wrappers.pipelines.regions import Regions
 from xpar.wrappers.pipelines.turns import Turns
 from xpar.wrappers.transformer import ParallelTransformer
 
@@ -119,7 +119,7 @@ class PatchedCall:
             return result
         outputs = tensors_of(result)
         message = outputs[0].new_empty(sum(x.numel() for x in outputs))
-        self.back.receive(message, self.stages - 1).wait()
+        self.back.receive(message, self.stages - 1, "the prediction").wait()
         parts = iter(message.split([x.numel() for x in outputs]))
         return map_tensors(lambda x: next(parts).view(x.shape), result)
 
@@ -134,18 +134,20 @@ class PatchedCall:
                 lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), result
             )
         values, arrival = self._exchange(transformer, regions, tensors_of(result), loop.index)
-        self.turns.pass_on()
-        if arrival is not None:
-            arrival.wait()
+        try:
+            self.turns.pass_on()
+        finally:
+            if arrival is not None and not self.turns.is_broken:
+                arrival.wait()
         regions.put(tensors_of(self._predictions[key]), loop.index, values)
         return self._newest(key)
 
     def _exchange(
         self, transformer: ParallelTransformer, regions: Regions, outputs: list[torch.Tensor], patch: int
-    ) -> tuple[torch.Tensor, Work | None]:
+    ) -> tuple[torch.Tensor, NamedWork | None]:
         if self.back is not None and not transformer.stage.is_last:
             values = outputs[0].new_empty(regions.size(patch))
-            return values, self.back.receive(values, self.stages - 1)
+            return values, self.back.receive(values, self.stages - 1, f"the prediction of patch {patch}")
         values = regions.take(outputs, patch)
         if self.back is not None:
             self._send_back(values)

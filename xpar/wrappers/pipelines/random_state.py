@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xpar.core.distributed.operations import named
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -40,7 +42,8 @@ def share_random_state(device: torch.device, group: dist.ProcessGroup | None) ->
     for part in (state.cpu, state.accelerator):
         if part is not None:
             moved = part.to(device)
-            dist.broadcast(moved, group=group, group_src=0)
+            with named("broadcast of the random state", group, 0):
+                dist.broadcast(moved, group=group, group_src=0)
             part.copy_(moved)
     state.set()
 

@@ -10,17 +10,7 @@ from typing import Any
 import torch
 
 from xpar.errors import UnsupportedError
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, lists and dicts, in order."""
-    if torch.is_tensor(tree):
-        return [tree]
-    if isinstance(tree, dict):
-        return [x for value in tree.values() for x in tensors_of(value)]
-    if isinstance(tree, (list, tuple)):
-        return [x for value in tree for x in tensors_of(value)]
-    return []
+from xpar.wrappers.models.plan import tensors_of
 
 
 class Regions:

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from xpar.wrappers.models.plan import map_tensors
+from xpar.wrappers.models.plan import map_tensors, tensors_of
 from xpar.wrappers.pipelines.coupled_rows import CoupledRows, attention_modules
-from xpar.wrappers.pipelines.deferred import settle
 from xpar.wrappers.pipelines.guidance import Compute, GuidanceSplit
-from xpar.wrappers.pipelines.regions import tensors_of
 from xpar.wrappers.pipelines.rows import RowSplit
+from xpar.wrappers.replacing import replaced
 from xpar.wrappers.transformer import ParallelTransformer
 
 logger = logging.getLogger(__name__)
@@ -107,37 +106,3 @@ def by_rows(function: Callable[..., Any], split: RowSplit) -> Callable[..., Any]
         return split.gather(function(*map_tensors(cut, args), **map_tensors(cut, kwargs)), rows)
 
     return shared
-
-
-@contextmanager
-def replaced(owner: Any, method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method on one object, and put back what was there."""
-    before = vars(owner).get(method)
-    vars(owner)[method] = function
-    try:
-        yield
-    finally:
-        if before is None:
-            vars(owner).pop(method, None)
-        else:
-            vars(owner)[method] = before
-
-
-@contextmanager
-def steps_through(pipe: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace `step` of the pipeline's schedulers on the instances, and put it back."""
-    with ExitStack() as stack:
-        for component in pipe.components.values():
-            if hasattr(component, "step") and not isinstance(component, nn.Module):
-                stack.enter_context(replaced(component, "step", around(component.step)))
-        yield
-
-
-def settling(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's step that waits for deferred values."""
-
-    @functools.wraps(step)
-    def settled(*args: Any, **kwargs: Any) -> Any:
-        return step(*settle(args), **settle(kwargs))
-
-    return settled

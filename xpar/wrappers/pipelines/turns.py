@@ -27,10 +27,17 @@ class Turns:
     def __init__(self, count: int, device: torch.device) -> None:
         self.count, self.current = count, 0
         self.error: BaseException | None = None
+        self.is_orderly = False
+        """Whether the call ends at the same place on all ranks, so that what is under way will still arrive."""
         self._device = device
         self._stopped = False
         self._alive = [True] * count
         self._wake = [threading.Semaphore(0) for _ in range(count)]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the call has failed, so that what is under way may never arrive."""
+        return self._stopped and not self.is_orderly
 
     def begin(self, loop: int) -> None:
         """Wait for the first turn of a loop.

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from xpar.wrappers.layers.token_flow import View
-from xpar.wrappers.pipelines.sharing import BatchSharing, settling, steps_through
+from xpar.wrappers.pipelines.sharing import BatchSharing
+from xpar.wrappers.pipelines.step_watch import StepWatch
+from xpar.wrappers.pipelines.steps import settling, steps_through
 from xpar.wrappers.transformer import ParallelTransformer
 
 
@@ -20,9 +22,13 @@ class WholeCalls:
     def __init__(self, pipe: Any, transformers: Sequence[ParallelTransformer], sharing: BatchSharing) -> None:
         self.pipe, self.transformers, self.sharing = pipe, transformers, sharing
 
-    def __call__(self, arguments: dict[str, Any], pictures: int | None) -> Any:
+    def __call__(self, arguments: dict[str, Any], pictures: int | None, watch: StepWatch) -> Any:
         """Call the pipeline and return its output."""
-        with self.sharing.installed(self.pipe, self.transformers, self, pictures), steps_through(self.pipe, settling):
+        with (
+            self.sharing.installed(self.pipe, self.transformers, self, pictures),
+            steps_through(self.pipe, settling),
+            watch.installed(self.pipe, self.transformers),
+        ):
             return type(self.pipe).__call__(self.pipe, **arguments)
 
     def denoise(self, transformer: ParallelTransformer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
