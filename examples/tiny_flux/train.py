@@ -29,7 +29,8 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from shapes import Scene, all_captions, all_scenes, draw, random_caption
 from text import WIDTH, build_clip_encoder, build_clip_tokenizer, build_t5_encoder, build_t5_tokenizer
 
-PEAK_RATE = 2e-3
+PEAK_RATE = 2e-3  # of AdamW, for everything but the blocks' matrices
+MUON_RATE = 5e-3  # of Muon, for those, scaled as in https://arxiv.org/abs/2502.16982
 EMA_DECAY = 0.998
 TEXT_LENGTHS = {16: 0.45, 32: 0.40, 64: 0.10, 512: 0.05}  # how often each padded length is trained
 BANK_SIZES = {128: 3000, 256: 2500, 384: 150}  # pictures kept as latents, per picture size
@@ -90,9 +91,9 @@ def build_bank(vae: AutoencoderKL, size: int, count: int, seed: int) -> Bank:
     return Bank(torch.cat(parts), scenes)
 
 
-def choose_size(rng: random.Random, progress: float) -> int:
-    """128 px mostly at first, 256 px mostly from then on, a few 384 px batches in the last third."""
-    if progress < 0.3:
+def choose_size(rng: random.Random, progress: float, resumed: bool) -> int:
+    """128 px mostly at first, unless resumed; 256 px mostly from then on, a few 384 px batches in the last third."""
+    if progress < 0.3 and not resumed:
         return 256 if rng.random() < 0.1 else 128
     if progress > 0.67 and rng.random() < 0.06:
         return 384
@@ -131,10 +132,25 @@ def batch_loss(pipe: FluxPipeline, bank: Bank, size: int, rng: random.Random) ->
     return F.mse_loss(velocity, noise - data)
 
 
-def learning_rate(step: int, progress: float) -> float:
+def rate_factor(step: int, progress: float) -> float:
     """Warm-up over 200 steps, then constant, then a cosine decay over the last three quarters of the time."""
     decay = 0.5 * (1 + math.cos(math.pi * max(0.0, progress - 0.25) / 0.75))
-    return PEAK_RATE * min(1.0, (step + 1) / 200) * (0.01 + 0.99 * decay)
+    return min(1.0, (step + 1) / 200) * (0.01 + 0.99 * decay)
+
+
+def build_optimizers(transformer: FluxTransformer2DModel) -> list[torch.optim.Optimizer]:
+    """Muon (Keller Jordan 2024) for the blocks' matrices, AdamW for the rest."""
+    matrices = [
+        p
+        for p in [*transformer.transformer_blocks.parameters(), *transformer.single_transformer_blocks.parameters()]
+        if p.ndim == 2
+    ]
+    known = set(map(id, matrices))
+    others = [p for p in transformer.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01, fused=True),
+    ]
 
 
 def save(pipe: FluxPipeline, averaged: FluxTransformer2DModel, output: Path) -> None:
@@ -164,7 +180,14 @@ def average(parameters: list[torch.nn.Parameter], *numbers: float) -> list[float
 
 
 def train_transformer(
-    pipe: FluxPipeline, output: Path, minutes: float, checkpoint_minutes: float, seed: int, rank: int = 0
+    pipe: FluxPipeline,
+    output: Path,
+    minutes: float,
+    checkpoint_minutes: float,
+    seed: int,
+    rank: int = 0,
+    resumed: bool = False,
+    rate: float = 1.0,
 ) -> None:
     """Train the pipeline's transformer for the given time (encoding the pictures included)."""
     start = saved = time.monotonic()
@@ -174,20 +197,23 @@ def train_transformer(
     transformer = pipe.transformer.train()
     parameters = list(transformer.parameters())
     averaged = copy.deepcopy(transformer).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    optimizers = build_optimizers(transformer)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [rate * group["lr"] for group in groups]
     step, progress, losses = 0, 0.0, dict.fromkeys(banks, 0.0)
     begin = time.monotonic()
     budget = minutes * 60 - (begin - start)
     while progress < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, progress)
-        size = choose_size(shared, progress)
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = peak * rate_factor(step, progress)
+        size = choose_size(shared, progress, resumed)
         loss = batch_loss(pipe, banks[size], size, own)
-        optimizer.zero_grad()
+        transformer.zero_grad()
         loss.backward()
         progress, mean_loss = average(parameters, (time.monotonic() - begin) / budget, loss.item())
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         keep = min(EMA_DECAY, (1 + step) / (10 + step))
         with torch.no_grad():
             torch._foreach_lerp_(list(averaged.parameters()), parameters, 1 - keep)
@@ -213,6 +239,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-minutes", type=float, default=5)
     parser.add_argument("--vae", type=Path, help="use this trained autoencoder folder instead")
     parser.add_argument("--resume", type=Path, help="continue from this pipeline folder instead of afresh")
+    parser.add_argument("--rate", type=float, default=1.0, help="share of the learning rates, for a last polish")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -226,7 +253,9 @@ def main() -> None:
         vae = AutoencoderKL.from_pretrained(args.vae) if args.vae else shared_vae(args, rank)
         torch.manual_seed(args.seed)
         pipe = build_pipeline(vae)
-    train_transformer(pipe, args.output, args.minutes, args.checkpoint_minutes, args.seed, rank)
+    train_transformer(
+        pipe, args.output, args.minutes, args.checkpoint_minutes, args.seed, rank, bool(args.resume), args.rate
+    )
 
 
 def shared_vae(args: argparse.Namespace, rank: int) -> AutoencoderKL:
