@@ -115,8 +115,7 @@ class Parallel:
             NonFiniteError, CallCancelledError: on every rank; calls may follow.
             XparError: the object is closed, in a call already, or a former call failed half-way.
         """
-        if self._closed:
-            raise XparError("this Parallel object is closed; wrap the pipeline again")
+        self._check_open()
         with self._guard.call() as progress:
             facts = {"call number": progress.call, "pipeline": type(self.pipe).__name__, "dtype": str(self.pipe.dtype)}
             progress.header = CallHeader(facts, {})  # should the arguments be no call's
@@ -130,6 +129,19 @@ class Parallel:
                 share_random_state(self.pipe._execution_device, self.grid.all_ranks)
             watch = StepWatch(self.grid, progress, self.config.check_finite, self._guard.cancellation)
             return self._run(watch.arguments(arguments), pictures, watch)
+
+    def check_usable(self) -> None:
+        """Check that calls are possible.
+
+        Raises:
+            XparError: the object is closed, a former call failed half-way, or this process was forked.
+        """
+        self._check_open()
+        self._guard.check_usable()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise XparError("this Parallel object is closed; wrap the pipeline again")
 
     def _run(self, arguments: dict[str, Any], pictures: int | None, watch: StepWatch) -> Any:
         if self._runner is None or self._decoders is None:

@@ -62,7 +62,7 @@ class CallGuard:
         if not self._running.acquire(blocking=False):
             raise XparError("this Parallel object is in a call on another thread; let that one end first")
         try:
-            self._check_usable()
+            self.check_usable()
             self.progress.call += 1
             self.progress.phase, self.progress.step = "arguments", 0
             self.progress.header = None
@@ -84,25 +84,32 @@ class CallGuard:
                 "fork; start processes with spawn and wrap the pipeline in each"
             )
 
-    def _check_usable(self) -> None:
-        if self.cause is None and self._board is not None:
-            try:
-                failure = self._board.first()
-            except StoreTimeoutError:
-                failure = None  # its host is slow, or frozen: the call itself will tell
-            except RuntimeError as error:
-                failure, self.cause = (
-                    None,
-                    f"the job's store has gone, with the process that held it ({error})",
-                )
-            if failure is not None:
-                self.cause = str(failure)
+    def check_usable(self) -> None:
+        """Check that the ranks are in step.
+
+        Raises:
+            XparError: a former call has failed, here or elsewhere, or this process was forked.
+        """
+        self.check_process()
+        self.cause = self.cause or self._cause_elsewhere()
         if self.cause is not None:
             self.grid.break_off()
             raise XparError(
                 f"a former call has failed, so the ranks are no longer in step; close() this object and wrap the "
                 f"pipeline again. The cause was: {self.cause}"
             )
+
+    def _cause_elsewhere(self) -> str | None:
+        """What another rank has left on the board since the last call."""
+        if self._board is None:
+            return None
+        try:
+            failure = self._board.first()
+        except StoreTimeoutError:  # its host is slow, or frozen: the call itself will tell
+            return None
+        except RuntimeError as error:
+            return f"the job's store has gone, with the process that held it ({error})"
+        return None if failure is None else str(failure)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from xpar.errors import CommError, CommTimeoutError, PeerFailedError
 __all__ = ["explain"]
 
 _GRACE = 1.0  # seconds in which a broken connection is expected to be explained by its other end
-_LOOK = 1.2  # seconds to tell ranks that live from frozen ones: more than two signs of life
+_LOOK = 0.8  # seconds to tell ranks that live from frozen ones: more than two signs of life
 _LOOKING = "looking"  # key: a rank whose time-out has passed is about to say which rank it waited for
 
 
@@ -60,6 +60,7 @@ def _explained(error: CommError, board: FailureBoard, progress: Progress, timeou
 def _first_failure(board: FailureBoard, progress: Progress, wait: float) -> Failure | None:
     """What another rank has left, or that its process is gone; waits a little for it to be written."""
     start = time.monotonic()
+    board.learn_processes()
     while True:
         failure = board.first() or _refusal(board, progress) or report_dead(board, progress)
         if failure is not None:

@@ -13,15 +13,15 @@ from xpar.core.distributed.progress import Progress
 
 __all__ = ["Watcher", "report_dead"]
 
-_POLL = 0.2  # seconds between two looks at the store
+_POLL = 0.15  # seconds between two looks at the store
 _PATIENCE = 1.0  # seconds in which a rank that has refused a call may still come to say so
-_BEAT = 0.5  # seconds between two signs of life, and two looks at the other processes
+_BEAT = 0.3  # seconds between two signs of life, and two looks at the other processes
 
 
 class Watcher:
     """Looks at the failure board between `begin` and `end`, and breaks off all communication when a rank has failed.
 
-    A daemon thread, started with the first call. It sends a sign of life twice a second, so that a rank whose
+    A daemon thread, started with the first call. It sends a sign of life thrice a second, so that a rank whose
     communication times out can say which rank it was waiting for.
 
     Args:

@@ -15,6 +15,7 @@ from xpar.wrappers.pipelines.latents import check_latents
 from xpar.wrappers.pipelines.pictures import PER_PROMPT, check_pictures
 
 _OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+_SIZES = ("height", "width", "num_frames")
 _BATCHES = ("prompt", "prompt_embeds", "class_labels", "latents")
 # What pipelines say whose steps after `strength` must not be none; others then return their input.
 _NEEDS_STEPS = "After adjusting the num_inference_steps by strength parameter: "
@@ -35,6 +36,7 @@ def check_call(pipe: Any, arguments: Mapping[str, Any], dp_degree: int) -> int |
         ConfigError: the call cannot be computed; the text names the argument, its value, the rule and the fix.
     """
     _check_batches(arguments)
+    _check_sizes(arguments)
     _check_steps(pipe, arguments)
     _check_output_type(pipe, arguments)
     checked = own_check(pipe, arguments)
@@ -58,6 +60,13 @@ def _check_batches(arguments: Mapping[str, Any]) -> None:
 
 def _is_empty(value: Any) -> bool:
     return value.shape[:1] == (0,) if torch.is_tensor(value) else not value
+
+
+def _check_sizes(arguments: Mapping[str, Any]) -> None:
+    for name in _SIZES:
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, Real):
+            raise ConfigError(f"{name}={value!r} ({type(value).__name__}): must be a number; pass an int")
 
 
 def _check_steps(pipe: Any, arguments: Mapping[str, Any]) -> None:
