@@ -84,12 +84,24 @@ def difference(images: list[Image.Image], references: list[Image.Image]) -> str:
     return f"{psnr}, largest difference {int(abs(delta).max())} of 255"
 
 
+def autoencoder_row(parallel: Parallel, args: argparse.Namespace) -> str:
+    """Memory that decoding takes on each rank, counted and not measured."""
+    if parallel.config.world_size == 1 or parallel.config.vae_parallel == "off":
+        return "autoencoder: whole on every rank"
+    factor = parallel.vae_scale_factor
+    shape = (len(args.prompt), parallel.vae.config.latent_channels, args.height // factor, args.width // factor)
+    report = parallel.vae_report(shape)
+    share, whole = max(report.peak_bytes) / 2**20, report.single_peak_bytes / 2**20
+    return f"autoencoder ({report.mode}): {share:.1f} MB of activations on a rank, {whole:.1f} MB in one process"
+
+
 def main() -> None:
     """Paint on all processes; the first one saves, and compares with one process."""
     args = parse_arguments()
     config = EngineConfig.from_arguments(args)
     with Parallel(load(args.model), config) as parallel:
         images, seconds = paint(parallel, args)
+        autoencoder = autoencoder_row(parallel, args)
     is_main = parallel.is_main
     del parallel  # its pipeline may fill a GPU
     if dist.is_initialized():
@@ -100,7 +112,7 @@ def main() -> None:
         path = args.output if index == 0 else args.output.with_stem(f"{args.output.stem}-{index + 1}")
         image.save(path)
         print(f"{path.resolve()}: {image.width}x{image.height}, {args.prompt[index]}")
-    print(f"{seconds:.2f} s on {config.world_size} process(es)")
+    print(f"{seconds:.2f} s on {config.world_size} process(es); {autoencoder}")
     if args.compare or args.model == str(TINY_FLUX):
         # After the parallel call: the other processes have nothing left to wait for.
         references, seconds = paint(load(args.model), args)

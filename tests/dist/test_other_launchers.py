@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.tiny_models import call_arguments, pipeline, relative_error
 from xpar import EngineConfig, Parallel
 
-LIMIT = 100
+LIMIT = 150
 TWO = EngineConfig(ulysses_degree=2, timeout=40)
 
 

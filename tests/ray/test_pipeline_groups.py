@@ -15,7 +15,7 @@ import torch
 
 from tests.ray import jobs
 from tests.tiny_models import relative_error
-from xpar import ConfigError, EngineConfig, PeerFailedError, XparError
+from xpar import CommTimeoutError, ConfigError, EngineConfig, PeerFailedError, XparError
 
 pytest.importorskip("ray")
 
@@ -140,6 +140,8 @@ def test_a_call_that_always_fails_is_given_up(cluster: None, caplog: pytest.LogC
         assert "rank 0" in str(raised.value) and "died" in str(raised.value)
         assert "the call is given up" in caplog.text
         assert groups.members == [()], "it is started again by its next call"
+        with pytest.raises(CommTimeoutError, match=r"gave no answer: nothing came back from 'call' .*at most 5 s"):
+            groups.map([{**call, "callback_on_step_end": jobs.sleep}])
 
 
 def test_an_error_of_build_comes_back_as_it_is(cluster: None) -> None:
@@ -148,7 +150,7 @@ def test_an_error_of_build_comes_back_as_it_is(cluster: None) -> None:
 
 
 def test_no_room_is_said_in_time(cluster: None) -> None:
-    with pytest.raises(ConfigError, match=r"no room for 2 ranks .*'CPU': 64.* start_timeout=1"):
+    with pytest.raises(ConfigError, match=r"no room for 2 ranks .*'CPU': 64.* start_timeout=1 s; free .* of 6.0 CPU"):
         PipelineGroups(jobs.build, EngineConfig(ring_degree=2), num_cpus=64, start_timeout=1)
 
 

@@ -115,10 +115,12 @@ class ActorGroup:
         while not placement.wait(_POLL):
             self._check_open()
             if time.monotonic() > deadline:
+                free, total = ray.available_resources(), ray.cluster_resources()
+                there = ", ".join(f"{free.get(name, 0)} of {total.get(name, 0)} {name}" for name in settings.bundle)
                 raise ConfigError(
                     f"{self.name}: no room for {world_size} ranks with {settings.bundle} each ({settings.strategy}) "
-                    f"within start_timeout={settings.start_timeout} s; the cluster has {ray.cluster_resources()} in "
-                    f"all, {ray.available_resources()} free; use fewer groups or smaller degrees, or add nodes"
+                    f"within start_timeout={settings.start_timeout} s; free in the cluster: {there}; use fewer groups "
+                    "or smaller degrees, or add nodes"
                 )
         return placement
 

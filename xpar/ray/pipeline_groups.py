@@ -29,7 +29,8 @@ class PipelineGroups:
 
     A group is `config.world_size` actors in a placement group of its own. A group in which a rank dies, hangs or fails
     alone is logged with the cause, ended, and replaced, and its call runs again; the other groups go on meanwhile. An
-    error that all ranks raise is the call's own: it is raised to the caller as it is, and nothing is replaced.
+    error that all ranks raise is the call's own: it is raised to the caller as it is and not run again, and the group
+    stays, unless the error has left its ranks out of step.
 
         ray.init()
         with PipelineGroups(load, EngineConfig(ulysses_degree=2), groups=4, num_gpus=1) as groups:
