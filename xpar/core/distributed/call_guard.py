@@ -179,14 +179,6 @@ class CallGuard:
         self.grid.break_off()
         return explained
 
-    def agree(self, values: Sequence[int]) -> list[list[int]]:
-        """What every rank passes, by grid index: one all-gather of a few integers on the control group.
-
-        Raises:
-            CommError: a rank has failed.
-        """
-        return start_agreement(values, self.grid.control)()
-
     def close(self) -> None:
         """End the watching thread."""
         if self._watcher is not None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xpar.core.halo import Geometry
+from xpar.wrappers.replacing import replaced
 from xpar.wrappers.vae.ops import SplitOps
 
-__all__ = ["adapted", "modules_to_adapt", "no_mask", "replaced"]
+__all__ = ["adapted", "modules_to_adapt", "no_mask"]
 
 Adapter = Callable[[Any, SplitOps], dict[str, Callable[..., Any]]]
 
@@ -34,23 +35,6 @@ def adapted(modules: Sequence[nn.Module], ops: SplitOps) -> Iterator[None]:
             for name, function in _ADAPTERS[type(module).__name__](module, ops).items():
                 stack.enter_context(replaced(module, name, function))
         yield
-
-
-@contextmanager
-def replaced(target: Any, name: str, function: Any) -> Iterator[None]:
-    """Set an attribute on an instance and put back what was there, or nothing."""
-    before = target.__dict__.get(name, _NOTHING)
-    target.__dict__[name] = function
-    try:
-        yield
-    finally:
-        if before is _NOTHING:
-            target.__dict__.pop(name, None)
-        else:
-            target.__dict__[name] = before
-
-
-_NOTHING = object()
 
 
 def _halo_once(module: Any, ops: SplitOps) -> dict[str, Callable[..., Any]]:

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xpar.wrappers.vae.adapters import no_mask, replaced
+from xpar.wrappers.replacing import replaced
+from xpar.wrappers.vae.adapters import no_mask
 
 __all__ = ["peak_bytes"]
 

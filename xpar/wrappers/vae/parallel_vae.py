@@ -17,7 +17,8 @@ from xpar.core.partition import share
 from xpar.errors import ConfigError
 from xpar.wrappers.models.plan import map_tensors
 from xpar.wrappers.pipelines.random_state import share_random_state
-from xpar.wrappers.vae.adapters import modules_to_adapt, replaced
+from xpar.wrappers.replacing import replaced
+from xpar.wrappers.vae.adapters import modules_to_adapt
 from xpar.wrappers.vae.checks import agree, check_arguments, check_free, check_input, check_layers, check_tiles
 from xpar.wrappers.vae.exact import Cut, choose_cut, run_split
 from xpar.wrappers.vae.gather import gather

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from xpar.core.distributed.collectives import all_gather_uneven, group_rank, group_size
 from xpar.errors import RankMismatchError
-from xpar.wrappers.vae.adapters import replaced
+from xpar.wrappers.replacing import replaced
 
 __all__ = ["TileDeal", "will_tile"]
 
