@@ -371,7 +371,8 @@ def main() -> int:
         print(f"load average is {load:.2f}: something else is running, so expect wrong ratios", file=sys.stderr)
     rows = run_speed(args, jobs, methods) if "speed" in args.parts else {}
     memory = run_memory(args, jobs) if "memory" in args.parts else {}
-    tables = [speed_table(methods, jobs, rows)] * bool(rows) + [memory_table(memory)] * bool(memory)
+    tables = [speed_table(methods, jobs, rows)] if rows else []
+    tables += [memory_table(memory)] if memory else []
     save(args, report(args, tables, load), rows, memory, load)
     print("\n" + "\n\n".join(tables) + f"\n\n{args.output_dir.resolve()}: vae.md, vae.json")
     wrong = {label: each[XPAR.name].error for label, each in rows.items() if not each[XPAR.name].error < EXACT}

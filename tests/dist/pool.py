@@ -132,7 +132,7 @@ class RankPool:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)  # for the dumps to be written
-        self._processes[rank].join(0.3)  # a dying rank needs a moment to have an exit code
+        self._processes[rank].join(_GRACE if what.startswith("died") else 0)  # it needs a moment to have an exit code
         code = self._processes[rank].exitcode
         logs = [(Path(self._folder.name) / f"rank{r}.log") for r in range(self.size)] if self._folder else []
         text = "".join(f"\n--- rank {r} ---\n{log.read_text()[-6000:]}" for r, log in enumerate(logs) if log.exists())
