@@ -94,8 +94,9 @@ class RankGrid:
             return
         self._factory = factory = GroupFactory(span, self.timeout, token)
         connections = Connections()
+        has_peers = dist.get_backend() != "fake"  # torch's stand-in, with which one process tries out a layout
         try:
-            self.control = factory.make("control", [range(self.world_size)], backend="gloo")
+            self.control = factory.make("control", [range(self.world_size)], backend="gloo" if has_peers else None)
             self.all_ranks = factory.make("all", [range(self.world_size)])
             for axis in Axis:
                 if self.size(axis) > 1:
@@ -103,12 +104,14 @@ class RankGrid:
             if self.size(Axis.PIPEFUSION) > 1:
                 # A communicator for each direction: large messages on one could wait on each other in a circle.
                 self.pipefusion_back = factory.make("pipefusion_back", self.layout.slices(Axis.PIPEFUSION))
-            connections.settle(factory.groups, self.control)
+            if has_peers:
+                connections.settle(factory.groups, self.control)
         except BaseException:
             factory.destroy()
             raise
-        self._connections = connections
-        self.failure_board = FailureBoard(factory.store, token, self.ranks, self.rank)
+        if has_peers:
+            self._connections = connections
+            self.failure_board = FailureBoard(factory.store, token, self.ranks, self.rank)
 
     @property
     def world_size(self) -> int:
