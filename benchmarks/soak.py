@@ -86,10 +86,8 @@ def serve(seed: int, calls: int, limit: float) -> tuple[Result, Any, Any]:
     with parallel:
         done, last = 0, (None, None)
         while done < calls:
-            # at least as many pictures as a layout needs, or it would refuse all that is drawn
-            least = case.fields.get("dp_degree", 1)
-            call = draw_call(rng, case.family)
-            case = replace(case, call={**call, "batch": max(least, call["batch"])})
+            # fewer pictures than the layout needs would be refused, all that are drawn
+            case = replace(case, call=draw_call(rng, case.family, pictures=case.fields.get("dp_degree", 1)))
             begin = time.perf_counter()
             try:
                 picture = parallel(**case.arguments())[0]

@@ -57,12 +57,12 @@ def draw_layout(rng: random.Random, world: int) -> dict[str, Any]:
     return fields
 
 
-def draw_call(rng: random.Random, family: str) -> dict[str, Any]:
-    """Any size, batch, text length and number of steps; guidance or none."""
+def draw_call(rng: random.Random, family: str, pictures: int = 1) -> dict[str, Any]:
+    """Any size, batch of at least some pictures, text length and number of steps; guidance or none."""
     side = SIDES[family]
     return {
         "text": rng.randint(1, 9) if family != "qwen" else rng.randint(4, 9),
-        "batch": rng.randint(1, 3),
+        "batch": max(pictures, rng.randint(1, 3)),
         "steps": rng.randint(1, 4),
         "seed": rng.randint(0, 999),
         "height": side * rng.randint(2, 6),

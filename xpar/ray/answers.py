@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xpar.errors import CommTimeoutError, PeerFailedError
-
-# A rank that raises these tells of another rank's failure, not of its own.
-COMMUNICATION_ERRORS = (PeerFailedError, CommTimeoutError)
+from xpar.errors import CommError, CommTimeoutError, PeerFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def result(name: str, answers: Sequence[Answer]) -> Any:
     if not errors:
         return answers[0].value
     alike = len(errors) == len(answers) and len({type(error) for error in errors}) == 1
-    if alike and not any(answer.lost for answer in answers) and not isinstance(errors[0], COMMUNICATION_ERRORS):
+    if alike and not any(answer.lost for answer in answers) and not isinstance(errors[0], CommError):
         raise errors[0]
     failed = sorted((answer for answer in answers if answer.error is not None), key=_blame)
     kind = CommTimeoutError if isinstance(failed[0].error, CommTimeoutError) else PeerFailedError
@@ -70,4 +67,4 @@ def _blame(answer: Answer) -> int:
     silent = isinstance(answer.error, CommTimeoutError)
     if answer.lost:
         return 2 if silent else 0
-    return 3 if isinstance(answer.error, COMMUNICATION_ERRORS) else 1
+    return 3 if isinstance(answer.error, CommError) else 1

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from xpar.config import EngineConfig
-from xpar.errors import ConfigError, PeerFailedError, XparError
+from xpar.errors import CommError, ConfigError, PeerFailedError, XparError
 from xpar.ray.actor_group import ActorGroup, Member
-from xpar.ray.answers import COMMUNICATION_ERRORS
 from xpar.ray.settings import GroupSettings, Strategy, bundle_of, check_int, pickled
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class PipelineGroups:
             for attempt in itertools.count(1):
                 try:
                     return self._attempt(group, arguments)
-                except COMMUNICATION_ERRORS as failure:
+                except CommError as failure:
                     again = attempt <= self._retries
                     what = "the group is replaced and the call run again" if again else "the call is given up"
                     logger.error("call %d failed (attempt %d of %d): %s; %s", number, attempt, 1 + self._retries,
@@ -171,7 +170,7 @@ class PipelineGroups:
             self._restart(group)
         try:
             return group.call(arguments)
-        except COMMUNICATION_ERRORS:
+        except CommError:
             group.stop()
             raise
         except Exception as error:
@@ -186,7 +185,7 @@ class PipelineGroups:
             group.start()
         except Exception as error:
             group.stop()
-            if self._closing.is_set() or isinstance(error, COMMUNICATION_ERRORS):
+            if self._closing.is_set() or isinstance(error, CommError):
                 raise
             raise PeerFailedError(
                 f"{group.name}: could not be started again: {type(error).__name__}: {error}"

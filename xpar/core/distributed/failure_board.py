@@ -79,7 +79,7 @@ class FailureBoard:
 
     def publish(self, failure: Failure) -> Failure:
         """Leave an error, unless another rank was first; returns the first one."""
-        text = json.dumps(asdict(failure) | {"text": failure.text[:_TEXT]})
+        text = _encoded(failure)
         return Failure(**json.loads(self._store.use(lambda store: store.compare_set("failure", "", text))))
 
     def first(self) -> Failure | None:
@@ -93,7 +93,7 @@ class FailureBoard:
     def refuse(self, call: int, failure: Failure) -> None:
         """Leave an error that was raised before anything of a call was communicated."""
         self.note(f"refused/{call}/{self.rank}", "1")
-        self.note(f"refusal/{call}", json.dumps(asdict(failure) | {"text": failure.text[:_TEXT]}))
+        self.note(f"refusal/{call}", _encoded(failure))
 
     def await_refused(self, call: int) -> None:
         """Say that this rank waits to make a call that another has refused."""
@@ -150,6 +150,10 @@ class FailureBoard:
             for rank, peer in self._peers.items()
             if peer["machine"] == machine and _started(peer["pid"]) != peer["started"]
         ]
+
+
+def _encoded(failure: Failure) -> str:
+    return json.dumps(asdict(failure) | {"text": failure.text[:_TEXT]})
 
 
 def _process() -> dict[str, Any]:

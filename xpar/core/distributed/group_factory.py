@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from xpar.core.distributed.operations import failure_of
+from xpar.core.distributed.operations import named
 from xpar.core.distributed.span import Span
 from xpar.errors import UnsupportedError
 
@@ -50,13 +50,8 @@ class GroupFactory:
         Raises:
             CommTimeoutError, PeerFailedError: another rank did not come, or left.
         """
-        try:
+        with named(f"the making of group {name}"):
             mine = self._make(name, slices, backend)
-        except RuntimeError as error:
-            failure = failure_of(f"the making of group {name}", error)
-            if failure is None:
-                raise
-            raise failure from error
         self._made.append(mine)
         return mine
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from xpar.config import EngineConfig
-from xpar.core.distributed.operations import failure_of
+from xpar.core.distributed.operations import named
 from xpar.errors import CommTimeoutError, ConfigError
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -57,6 +57,11 @@ def start(config: EngineConfig, device: torch.device | None) -> None:
     _end_with_launcher()
     backend = _backend(device)
     timeout = timedelta(seconds=config.timeout)
+    with named("the start of the default group"):
+        _initialise(backend, config, timeout)
+
+
+def _initialise(backend: str, config: EngineConfig, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout, **_store_of_attempt(timeout))
     except dist.DistNetworkError as error:
@@ -69,11 +74,6 @@ def start(config: EngineConfig, device: torch.device | None) -> None:
         raise CommTimeoutError(
             f"timeout={config.timeout}: not all of WORLD_SIZE={os.environ['WORLD_SIZE']} processes joined ({error})"
         ) from error
-    except RuntimeError as error:
-        failure = failure_of("the start of the default group", error)
-        if failure is None:
-            raise
-        raise failure from error
 
 
 def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:

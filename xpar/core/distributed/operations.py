@@ -9,18 +9,18 @@ from torch.distributed import ProcessGroup, Work
 
 from xpar.errors import CommError, CommTimeoutError, PeerFailedError
 
-__all__ = ["NamedWork", "failure_of", "named"]
+__all__ = ["NamedWork", "named"]
 
 _FAILURE_SIGNS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout", "aborted")
 
 
 @contextmanager
-def named(operation: str, group: ProcessGroup | None, peer: int | None = None) -> Iterator[None]:
+def named(operation: str, group: ProcessGroup | None = None, peer: int | None = None) -> Iterator[None]:
     """Turn what torch raises inside, when communication fails, into an error that names the operation.
 
     Args:
         operation: what is done, in words.
-        group: the ranks that take part.
+        group: the ranks that take part; None where there is no group yet.
         peer: group rank of the other side, where there is one.
 
     Raises:
@@ -30,13 +30,14 @@ def named(operation: str, group: ProcessGroup | None, peer: int | None = None) -
     try:
         yield
     except RuntimeError as error:
-        failure = failure_of(f"{operation} in {_describe(group, peer)}", error)
+        where = "" if group is None else f" in {_describe(group, peer)}"
+        failure = _failure(operation + where, error)
         if failure is None:
             raise
         raise failure from error
 
 
-def failure_of(operation: str, error: RuntimeError) -> CommError | None:
+def _failure(operation: str, error: RuntimeError) -> CommError | None:
     """The error to raise instead; None if this one says nothing of communication (a wrong argument, say)."""
     text = str(error).lower()
     is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
@@ -50,9 +51,7 @@ def failure_of(operation: str, error: RuntimeError) -> CommError | None:
     return failure
 
 
-def _describe(group: ProcessGroup | None, peer: int | None) -> str:
-    if group is None:
-        return "a group of one"
+def _describe(group: ProcessGroup, peer: int | None) -> str:
     ranks = dist.get_process_group_ranks(group)
     name = (group.group_desc or "").removeprefix("xpar ")
     text = f"group {name} of ranks {', '.join(map(str, ranks))}"

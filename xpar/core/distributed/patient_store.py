@@ -30,9 +30,7 @@ class PatientStore:
 
     def __init__(self, store: Store, patience: float) -> None:
         self._store, self.patience = store, patience
-        self._uses: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._uses: queue.SimpleQueue[_Use | None] = queue.SimpleQueue()
         self._start = threading.Lock()
         self._thread: threading.Thread | None = None
 

@@ -201,10 +201,15 @@ def map_tensors(function: Any, tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of nested tuples, lists and dicts, in order."""
-    if torch.is_tensor(tree):
+    return leaves_of(tree, torch.Tensor)
+
+
+def leaves_of(tree: Any, kind: type) -> list[Any]:
+    """What is of a kind in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):
-        return [x for value in tree.values() for x in tensors_of(value)]
+        return [x for value in tree.values() for x in leaves_of(value, kind)]
     if isinstance(tree, (list, tuple)):
-        return [x for value in tree for x in tensors_of(value)]
+        return [x for item in tree for x in leaves_of(item, kind)]
     return []

@@ -4,6 +4,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from xpar.wrappers.models.plan import leaves_of
+
 # Asking for one of these needs the value; slicing, casting and arithmetic can wait with it.
 _METADATA = "shape dtype device ndim size dim numel layout stride is_floating_point is_cuda requires_grad data_ptr"
 _NEEDS_VALUE = frozenset(f"{_METADATA} item tolist numpy cpu keys values items to_tuple".split(" "))
@@ -114,10 +116,4 @@ def settle(tree: Any) -> Any:
 
 
 def _deferred_in(tree: Any) -> list[Deferred]:
-    if isinstance(tree, Deferred):
-        return [tree]
-    if isinstance(tree, dict):
-        return [x for value in tree.values() for x in _deferred_in(value)]
-    if isinstance(tree, (list, tuple)):
-        return [x for value in tree for x in _deferred_in(value)]
-    return []
+    return leaves_of(tree, Deferred)

@@ -24,7 +24,7 @@ from xpar.wrappers.pipelines.patched_call import PatchedCall
 from xpar.wrappers.pipelines.random_state import RandomState, clone_generators, copy_containers
 from xpar.wrappers.pipelines.sharing import BatchSharing
 from xpar.wrappers.pipelines.step_watch import StepWatch
-from xpar.wrappers.pipelines.steps import latents_of, steps_through, with_latents
+from xpar.wrappers.pipelines.steps import latents_of, sample_of, steps_through, with_latents
 from xpar.wrappers.pipelines.turns import LoopEnded, Turns, inherit_thread_state
 from xpar.wrappers.transformer import ParallelTransformer
 
@@ -184,8 +184,7 @@ def _composing(step: Any, call: PatchedCall) -> Any:
     @functools.wraps(step)
     def composed(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = settle(args), settle(kwargs)
-        sample = kwargs["sample"] if "sample" in kwargs else args[2]
         result = step(*args, **kwargs)
-        return with_latents(result, call.compose(latents_of(result), sample))
+        return with_latents(result, call.compose(latents_of(result), sample_of(args, kwargs)))
 
     return composed

@@ -14,7 +14,7 @@ from xpar.core.distributed.grid import Axis, RankGrid
 from xpar.core.distributed.progress import Progress
 from xpar.errors import CallCancelledError, NonFiniteError
 from xpar.wrappers.pipelines.callbacks import with_callback
-from xpar.wrappers.pipelines.steps import latents_of, steps_through
+from xpar.wrappers.pipelines.steps import latents_of, sample_of, steps_through
 from xpar.wrappers.replacing import replaced
 from xpar.wrappers.transformer import ParallelTransformer
 
@@ -74,9 +74,8 @@ class StepWatch:
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            sample = kwargs["sample"] if "sample" in kwargs else args[2]
             result = step(*args, **kwargs)
-            self._after_step(sample, latents_of(result))
+            self._after_step(sample_of(args, kwargs), latents_of(result))
             return result
 
         return watched

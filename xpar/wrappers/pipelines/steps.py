@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from xpar.wrappers.pipelines.deferred import settle
 from xpar.wrappers.replacing import replaced
 
-__all__ = ["Around", "latents_of", "settling", "steps_through", "with_latents"]
+__all__ = ["Around", "latents_of", "sample_of", "settling", "steps_through", "with_latents"]
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -58,6 +58,11 @@ def settling(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(*settle(args), **settle(kwargs))
 
     return settled
+
+
+def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The latents that a scheduler's step is given."""
+    return kwargs["sample"] if "sample" in kwargs else args[2]
 
 
 def latents_of(result: Any) -> Tensor:
