@@ -4,8 +4,8 @@ Names: B batch, H heads, S tokens, D head dim. Between `scatter_heads` and `gath
 its group, in group-rank order, and some of the heads, so any local attention is right. One packed all-to-all each way
 instead of four. Tokens and heads need not divide by the group: a rank may even have no head at all.
 
-The wire formats are chosen so that what arrives needs no copy: tokens outermost on the way in and heads outermost on
-the way back, whatever each rank sends. Only packing copies.
+A rank's own piece never enters the collective: it goes straight to its place between those that arrive. That spares
+a pass over it (on gloo, 11 ms of an attention over 2432 tokens), and the kernel gets contiguous tokens.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,11 @@ class HeadShare:
     kv_stop: int
     kv_map: tuple[int, ...] | None
     """For each query head its key/value head, counted from `kv_start`, where equal runs would be wrong; else None."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First head and the one after the last of the queries, the keys and the values."""
+        return (self.start, self.stop), (self.kv_start, self.kv_stop), (self.kv_start, self.kv_stop)
 
 
 def head_share(heads: int, kv_heads: int, parts: int, index: int) -> HeadShare:
@@ -66,7 +71,7 @@ def scatter_heads(
         group: the ulysses group, or None to get the inputs back.
 
     Returns:
-        q, k and v with sum(lengths) tokens in group-rank order, as strided views. q has the heads of
+        q, k and v with sum(lengths) tokens in group-rank order, contiguous. q has the heads of
         `head_share(H, Hk, ...)`. k and v have heads that local attention can group evenly over those of q: where the
         split cuts through a group of query heads, they are expanded to one for each query head.
 
@@ -77,23 +82,16 @@ def scatter_heads(
         return q_BHSD, k_BHSD, v_BHSD
     rank, parts = group_rank(group), group_size(group)
     _check(q_BHSD.shape[2], lengths, rank, parts)
-    B, H, S, D = q_BHSD.shape
-    Hk, Dv = k_BHSD.shape[1], v_BHSD.shape[-1]
-    head_shares = [head_share(H, Hk, parts, index) for index in range(parts)]
-    widths = [(x.stop - x.start) * D + (x.kv_stop - x.kv_start) * (D + Dv) for x in head_shares]
-    if H % parts == 0 and Hk % parts == 0:
-        send = _pack_even((q_BHSD, k_BHSD, v_BHSD), parts)
-    else:
-        send = _pack_uneven((q_BHSD, k_BHSD, v_BHSD), head_shares)
-    mine = head_shares[rank]
-    received = exchange_splits(
-        send, [S * B * width for width in widths], [n * B * widths[rank] for n in lengths], group
-    )
-    rows_SBW = received.view(sum(lengths), B, widths[rank])
-    num_heads, num_kv_heads = mine.stop - mine.start, mine.kv_stop - mine.kv_start
-    parts_SBW = rows_SBW.split((num_heads * D, num_kv_heads * D, num_kv_heads * Dv), dim=-1)
-    sizes = ((num_heads, D), (num_kv_heads, D), (num_kv_heads, Dv))
-    q, k, v = (x.unflatten(-1, size).permute(1, 2, 0, 3) for x, size in zip(parts_SBW, sizes, strict=True))
+    tensors = q_BHSD, k_BHSD, v_BHSD
+    B, H, S = q_BHSD.shape[:3]
+    head_shares = [head_share(H, k_BHSD.shape[1], parts, index) for index in range(parts)]
+    mine, others, start = head_shares[rank], sum(lengths) - S, sum(lengths[:rank])
+    send, send_sizes = _pack(tensors, head_shares, rank)
+    own = [x[:, first:last] for x, (first, last) in zip(tensors, mine.ranges, strict=True)]
+    widths = [x.shape[1] * x.shape[3] for x in own]
+    received = exchange_splits(send, send_sizes, _but_own([n * B * sum(widths) for n in lengths], rank), group)
+    rows_SBW = received.view(others, B, sum(widths)).split(widths, dim=-1)
+    q, k, v = (_between(x, rows, start) for x, rows in zip(own, rows_SBW, strict=True))
     if mine.kv_map is not None:
         index = torch.tensor(mine.kv_map, device=k.device)
         k, v = k.index_select(1, index), v.index_select(1, index)
@@ -125,38 +123,55 @@ def gather_heads(out_BHSD: Tensor, lengths: Sequence[int], heads: int, group: Pr
             f"attention output with {h} heads and {S} tokens does not fit lengths={list(lengths)} and "
             f"{heads} heads over {parts} ranks"
         )
-    if min(lengths) == max(lengths):
-        send = out_BHSD.new_empty(parts, h, S // parts, B, D)
-        send.copy_(out_BHSD.unflatten(2, (parts, S // parts)).permute(2, 1, 3, 0, 4))
-        send = send.view(-1)
-    else:
-        pieces = out_BHSD.permute(1, 2, 0, 3).split(list(lengths), dim=1)
-        send = torch.cat([piece.reshape(-1) for piece in pieces])
-    own = lengths[rank]
-    received = exchange_splits(send, [h * n * B * D for n in lengths], [n * own * B * D for n in head_counts], group)
-    return received.view(heads, own, B, D).permute(2, 0, 1, 3)
+    own, start = lengths[rank], sum(lengths[:rank])
+    others_BhsD = torch.cat([out_BHSD[:, :, :start], out_BHSD[:, :, start + own :]], dim=2)
+    send_sizes = _but_own([n * B * h * D for n in lengths], rank)
+    sizes = _but_own([own * B * n * D for n in head_counts], rank)
+    received = exchange_splits(others_BhsD.permute(2, 0, 1, 3).reshape(-1), send_sizes, sizes, group)
+    pieces = [
+        out_BHSD[:, :, start : start + own].transpose(1, 2) if r == rank else x.view(own, B, n, D).transpose(0, 1)
+        for r, (n, x) in enumerate(zip(head_counts, received.split(sizes), strict=True))
+    ]
+    return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
-def _pack_even(tensors: Sequence[Tensor], parts: int) -> Tensor:
-    """Flat (parts, S, B, width) buffer; one strided copy for each tensor, whatever the number of ranks."""
-    B, S = tensors[0].shape[0], tensors[0].shape[2]
-    sizes = [(x.shape[1] // parts, x.shape[-1]) for x in tensors]
-    widths = [num_heads * head_dim for num_heads, head_dim in sizes]
-    buffer = tensors[0].new_empty(parts, S, B, sum(widths))
-    for x, size, target in zip(tensors, sizes, buffer.split(widths, dim=-1), strict=True):
-        target.unflatten(-1, size).copy_(x.unflatten(1, (parts, size[0])).permute(1, 3, 0, 2, 4))
-    return buffer.view(-1)
+def _pack(tensors: Sequence[Tensor], head_shares: Sequence[HeadShare], rank: int) -> tuple[Tensor, list[int]]:
+    """For each other rank this rank's tokens with that rank's heads, (S, B, width) and all of them flat; the sizes."""
+    B, S, parts = tensors[0].shape[0], tensors[0].shape[2], len(head_shares)
+    widths = [
+        sum((last - first) * x.shape[-1] for x, (first, last) in zip(tensors, heads.ranges, strict=True))
+        for heads in head_shares
+    ]
+    sizes = _but_own([S * B * width for width in widths], rank)
+    send = tensors[0].new_empty(sum(sizes))
+    is_even = all(x.shape[1] % parts == 0 for x in tensors)
+    # Neighbours with equal shares are filled together, so that the number of copies does not grow with that of ranks.
+    runs = (range(rank), range(rank + 1, parts)) if is_even else [range(r, r + 1) for r in range(parts) if r != rank]
+    targets = send.split([sum(sizes[r] for r in run) for run in runs])
+    for run, target in zip(runs, targets, strict=True):
+        if run:
+            _fill(target.view(len(run), S, B, widths[run[0]]), tensors, head_shares[run[0]])
+    return send, sizes
 
 
-def _pack_uneven(tensors: Sequence[Tensor], head_shares: Sequence[HeadShare]) -> Tensor:
-    """Flat buffer of one (S, B, width of that rank) block for each rank."""
-    q_SBHD, k_SBHD, v_SBHD = (x.permute(2, 0, 1, 3) for x in tensors)
-    blocks = []
-    for heads in head_shares:
-        kv = slice(heads.kv_start, heads.kv_stop)
-        block = (q_SBHD[:, :, heads.start : heads.stop], k_SBHD[:, :, kv], v_SBHD[:, :, kv])
-        blocks.append(torch.cat([x.flatten(2) for x in block], dim=-1).view(-1))
-    return torch.cat(blocks)
+def _fill(target_RSBW: Tensor, tensors: Sequence[Tensor], heads: HeadShare) -> None:
+    """Copy to each of R neighbouring ranks its heads of q, k and v side by side; `heads` are those of the first."""
+    parts, column = len(target_RSBW), 0
+    for x, (first, last) in zip(tensors, heads.ranges, strict=True):
+        size = last - first, x.shape[-1]
+        block = target_RSBW[..., column : column + size[0] * size[1]].unflatten(-1, size)
+        block.copy_(x[:, first : first + parts * size[0]].unflatten(1, (parts, size[0])).permute(1, 3, 0, 2, 4))
+        column += size[0] * size[1]
+
+
+def _between(own_BhSD: Tensor, rows_SBW: Tensor, start: int) -> Tensor:
+    """This rank's tokens put in after `start` tokens of the others, (B, h, all tokens, D)."""
+    others_BhSD = rows_SBW.unflatten(-1, (own_BhSD.shape[1], own_BhSD.shape[3])).permute(1, 2, 0, 3)
+    return torch.cat([others_BhSD[:, :, :start], own_BhSD, others_BhSD[:, :, start:]], dim=2)
+
+
+def _but_own(sizes: Sequence[int], rank: int) -> list[int]:
+    return [0 if r == rank else size for r, size in enumerate(sizes)]
 
 
 def _check(tokens: int, lengths: Sequence[int], rank: int, parts: int) -> None:
