@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from xpar.config import EngineConfig
-from xpar.core.distributed.call_agreement import CallHeader, agree_on_call
+from xpar.core.distributed.call_agreement import CallHeader
 from xpar.core.distributed.call_guard import CallGuard
 from xpar.core.distributed.channel import Channel
 from xpar.core.distributed.grid import Axis, RankGrid
@@ -62,7 +62,11 @@ class Parallel:
         group: ProcessGroup | None = None,
         plans: Mapping[type, ModelPlan] | None = None,
     ) -> None:
-        denoisers = find_denoisers(pipe, config, plans)
+        try:
+            denoisers = find_denoisers(pipe, config, plans)
+        except BaseException as error:
+            RankGrid.give_up(error, mesh=mesh, group=group)
+            raise
         self.pipe, self.config = pipe, config
         self.grid = RankGrid.build(config, mesh=mesh, group=group, device=pipe._execution_device)
         self._closed = False
@@ -117,13 +121,12 @@ class Parallel:
         """
         self._check_open()
         with self._guard.call() as progress:
-            facts = {"call number": progress.call, "pipeline": type(self.pipe).__name__, "dtype": str(self.pipe.dtype)}
-            progress.header = CallHeader(facts, {})  # should the arguments be no call's
+            facts = {"pipeline": type(self.pipe).__name__, "dtype": str(self.pipe.dtype)}
+            progress.header = CallHeader(progress.call, facts, {})  # should the arguments be no call's
             arguments = bind_call(self.pipe, args, kwargs)
-            progress.header = header = CallHeader(facts, arguments)
-            pictures = check_call(self.pipe, arguments, self.config.dp_degree)
-            progress.phase = "agreement"
-            agree_on_call(header, self.grid.control)
+            progress.header = header = CallHeader(progress.call, facts, arguments)
+            pictures = check_call(self.pipe, arguments, self.config)
+            self._guard.agree(header)
             progress.phase = "preparation"
             if arguments.get("generator") is None:
                 share_random_state(self.pipe._execution_device, self.grid.all_ranks)

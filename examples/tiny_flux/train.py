@@ -33,7 +33,7 @@ PEAK_RATE = 2e-3  # of AdamW, for everything but the blocks' matrices
 MUON_RATE = 5e-3  # of Muon, for those, scaled as in https://arxiv.org/abs/2502.16982
 EMA_DECAY = 0.998
 TEXT_LENGTHS = {16: 0.45, 32: 0.40, 64: 0.10, 512: 0.05}  # how often each padded length is trained
-BANK_SIZES = {128: 3000, 256: 2500, 384: 150}  # pictures kept as latents, per picture size
+BANK_SIZES = {128: 3000, 256: 2500, 384: 1000}  # pictures kept as latents, per picture size
 BATCH_TOKENS = 4800  # text and picture tokens in one batch, at most
 
 
@@ -91,11 +91,11 @@ def build_bank(vae: AutoencoderKL, size: int, count: int, seed: int) -> Bank:
     return Bank(torch.cat(parts), scenes)
 
 
-def choose_size(rng: random.Random, progress: float, resumed: bool) -> int:
-    """128 px mostly at first, unless resumed; 256 px mostly from then on, a few 384 px batches in the last third."""
+def choose_size(rng: random.Random, progress: float, resumed: bool, large_share: float) -> int:
+    """128 px mostly at first, then 256 px mostly; in the last third, or if resumed, a share at 384 px."""
     if progress < 0.3 and not resumed:
         return 256 if rng.random() < 0.1 else 128
-    if progress > 0.67 and rng.random() < 0.06:
+    if (resumed or progress > 0.67) and rng.random() < large_share:
         return 384
     return 256 if rng.random() < 0.75 else 128
 
@@ -188,6 +188,7 @@ def train_transformer(
     rank: int = 0,
     resumed: bool = False,
     rate: float = 1.0,
+    large_share: float = 0.06,
 ) -> None:
     """Train the pipeline's transformer for the given time (encoding the pictures included)."""
     start = saved = time.monotonic()
@@ -206,7 +207,7 @@ def train_transformer(
     while progress < 1:
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * rate_factor(step, progress)
-        size = choose_size(shared, progress, resumed)
+        size = choose_size(shared, progress, resumed, large_share)
         loss = batch_loss(pipe, banks[size], size, own)
         transformer.zero_grad()
         loss.backward()
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--vae", type=Path, help="use this trained autoencoder folder instead")
     parser.add_argument("--resume", type=Path, help="continue from this pipeline folder instead of afresh")
     parser.add_argument("--rate", type=float, default=1.0, help="share of the learning rates, for a last polish")
+    parser.add_argument("--large-share", type=float, default=0.06, help="share of the batches that are of 384 px")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -254,7 +256,15 @@ def main() -> None:
         torch.manual_seed(args.seed)
         pipe = build_pipeline(vae)
     train_transformer(
-        pipe, args.output, args.minutes, args.checkpoint_minutes, args.seed, rank, bool(args.resume), args.rate
+        pipe,
+        args.output,
+        args.minutes,
+        args.checkpoint_minutes,
+        args.seed,
+        rank,
+        bool(args.resume),
+        args.rate,
+        args.large_share,
     )
 
 

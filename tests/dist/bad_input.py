@@ -274,6 +274,18 @@ def latents_of_a_picture_for_a_video() -> Action:
     return call("wan", latents=torch.zeros(1, 4, 6, 10))
 
 
+def more_patches_than_tokens() -> Action:
+    return call("flux", stages(num_patches=25))
+
+
+def more_patches_than_tokens_of_a_picture() -> Action:
+    return call("sd3", stages(num_patches=8), height=2, width=14)
+
+
+def more_patches_than_tokens_of_a_video() -> Action:
+    return call("wan", stages(num_patches=46))
+
+
 def no_steps() -> Action:
     return call("flux", steps=0)
 

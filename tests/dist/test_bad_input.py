@@ -8,7 +8,7 @@ import torch
 
 from tests.dist import bad_input
 from tests.dist.pool import RankPool
-from tests.tiny_models import bare_pipe, call_arguments, inputs, pipeline, relative_error, transformer
+from tests.tiny_models import bare_pipe, call_arguments, inputs, pipeline, relative_error, transformer, variant
 from xpar import EngineConfig, Parallel
 
 # name of a function in bad_input -> what the text says: the field, the value, the rule, the fix
@@ -46,6 +46,9 @@ CALLS = {
     "latents_of_other_channels": r"latents have shape \(1, 5, 6, 9\), but StableDiffusion3Pipeline works with \(1, 4",
     "latents_of_other_rows": r"latents have shape \(2, 4, 3, 6, 10\), but WanPipeline works with \(1, 4, 3, 6, 10\)",
     "latents_of_a_picture_for_a_video": r"latents have shape \(1, 4, 6, 10\), but WanPipeline works with .*pass that",
+    "more_patches_than_tokens": r"num_patches=25 is more than the 24 tokens of 1 picture.*use num_patches <= 24",
+    "more_patches_than_tokens_of_a_picture": r"num_patches=8 is more than the 7 tokens of .*height=2, width=14; use",
+    "more_patches_than_tokens_of_a_video": r"num_patches=46 is more than the 45 tokens of .*num_frames=",
     "no_steps": r"num_inference_steps=0: must be a number of steps >= 1; pass 1",
     "negative_steps": r"num_inference_steps=-1: must be a number of steps >= 1",
     "steps_in_words": r"num_inference_steps='four': must be a number of steps >= 1",
@@ -101,18 +104,19 @@ def test_a_wrong_product_of_degrees_is_refused_once_ranks_agree_on_it_and_before
 
 
 def too_many_patches() -> list[Any]:
-    """More patches than tokens: shows where the tokens are cut, in the first denoiser call."""
+    """More patches than tokens in a pipeline that makes its latents of a picture: shows in the first denoiser call."""
     said: list[Any] = []
     for fields in ({"ulysses_degree": 2}, {"pipefusion_degree": 2}):
-        with Parallel(pipeline("flux"), EngineConfig(timeout=25, num_patches=25, **fields)) as parallel:
+        pipe, more = variant("flux img2img")
+        with Parallel(pipe, EngineConfig(timeout=25, num_patches=25, **fields)) as parallel:
             try:
-                parallel(**call_arguments("flux"))
+                parallel(**call_arguments(more.pop("family"), **more))
             except NotImplementedError as error:
                 said.append(str(error))
     return said
 
 
-def test_more_patches_than_tokens_are_refused_on_every_rank(pool2: RankPool) -> None:
+def test_more_patches_than_tokens_of_a_given_picture_are_refused_on_every_rank(pool2: RankPool) -> None:
     first, second = pool2.run(too_many_patches)
     assert first == second and len(first) == 2
     for text in first:

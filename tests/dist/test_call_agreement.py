@@ -88,7 +88,7 @@ def cost() -> float:
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        agree_on_call(CallHeader({"call number": 1}, arguments), group)
+        agree_on_call(CallHeader(1, {"dtype": "torch.float32"}, arguments), group)
         times.append(time.perf_counter() - start)
     dist.destroy_process_group(group)
     return 1000 * sorted(times)[25]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from tests.dist.pool import RankPool
 from tests.faults.harness import GROUP_TIMEOUT, SLACK, SOON, record
 from tests.faults.jobs import PIPEFUSION, ULYSSES, Answer, answer_of, config
-from tests.tiny_models import call_arguments, pipeline
+from tests.tiny_models import call_arguments, pipeline, relative_error
 from xpar import Parallel
 
 BOTH = pytest.mark.parametrize("fields", [ULYSSES, PIPEFUSION], ids=["ulysses", "pipefusion"])
@@ -175,3 +176,77 @@ def test_a_dtype_that_is_changed_on_one_rank_after_wrapping(pool2: RankPool) -> 
     for answer in pool2.run(change_dtype_afterwards):
         assert answer.kind == "RankMismatchError", answer
         assert "dtype: rank0='torch.float16' rank1='torch.bfloat16'" in answer.text
+
+
+def refuse_then_call(seconds: float) -> tuple[Answer, float, Answer]:
+    """Rank 1 refuses a call, and makes the next one, before rank 0 comes; then a call that rank 0 cancels."""
+    parallel = Parallel(pipeline("flux"), config(**ULYSSES))
+    expected = parallel(**call_arguments("flux"))[0]
+    dist.barrier()
+    refusal = answer_of(lambda: None)
+    if dist.get_rank() == 1:
+        refusal = answer_of(lambda: parallel(**call_arguments("flux"), hieght=16))
+    else:
+        time.sleep(seconds)
+    error = relative_error(parallel(**call_arguments("flux"))[0], expected)
+
+    def cancel(*arguments: Any) -> dict[str, Any]:
+        if dist.get_rank() == 0 and arguments[1] == 1:
+            parallel.cancel()
+        time.sleep(0.3)
+        return {}
+
+    arguments = call_arguments("flux", steps=12) | {"callback_on_step_end": cancel}
+    cancelled = answer_of(lambda: parallel(**arguments))
+    parallel.close()
+    return refusal, error, cancelled
+
+
+def test_a_rank_that_refuses_a_call_alone_and_makes_the_next(pool2: RankPool) -> None:
+    """The ranks number their calls differently then, until they agree on the next."""
+    results = pool2.run(refuse_then_call, 1.2)
+    assert results[1][0].kind == "TypeError"
+    for _, error, cancelled in results:
+        assert error == 0
+        assert cancelled.kind == "CallCancelledError", cancelled
+
+
+def wrap_unless_refused(seconds: float) -> tuple[Answer, bool]:
+    """Rank 1 cannot spread its pipeline, rank 0 waits for it; then both wrap a good one, rank 1 a while later."""
+    is_late = dist.get_rank() == 1
+    bad, group = pipeline("flux"), dist.new_group(timeout=timedelta(seconds=60))
+    bad.hf_device_map = {"": "cpu"} if is_late else None
+    dist.barrier()
+    first = answer_of(lambda: Parallel(bad, config(**ULYSSES), group=group))
+    fresh = dist.new_group(timeout=timedelta(seconds=60))
+    if is_late:
+        time.sleep(seconds)
+    with Parallel(pipeline("flux"), config(**ULYSSES), group=fresh) as parallel:
+        works = parallel(**call_arguments("flux"))[0].isfinite().all()
+    return first, bool(works)
+
+
+def test_a_pipeline_that_one_rank_alone_cannot_spread(pool2: RankPool) -> None:
+    """The other rank does not wait for its time-out, and what it was told is forgotten by the next try."""
+    (waiting, works), (refused, too) = pool2.run(wrap_unless_refused, 2.5)
+    record(waiting.seconds)
+    assert refused.kind == "UnsupportedError" and "device_map" in refused.text
+    assert waiting.kind == "PeerFailedError" and waiting.seconds < SOON
+    assert "rank 1 has not wrapped its pipeline: UnsupportedError: the pipeline is spread by device_map" in waiting.text
+    assert works and too
+
+
+def refused_by_both_then_late(seconds: float) -> tuple[Answer, bool]:
+    """Both ranks refuse a pipeline; then both wrap a good one, rank 1 a while later."""
+    bad = pipeline("flux")
+    bad.hf_device_map = {"": "cpu"}
+    first = answer_of(lambda: Parallel(bad, config(**ULYSSES)))
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    with Parallel(pipeline("flux"), config(**ULYSSES)) as parallel:
+        return first, bool(parallel(**call_arguments("flux"))[0].isfinite().all())
+
+
+def test_a_refusal_of_both_ranks_leaves_no_trace(pool2: RankPool) -> None:
+    for first, works in pool2.run(refused_by_both_then_late, 2.5):
+        assert first.kind == "UnsupportedError" and works

@@ -52,7 +52,7 @@ def legal_calls() -> list[tuple[str, Any, dict[str, Any]]]:
 def test_legal_calls_pass_and_are_left_as_they_were() -> None:
     for name, pipe, arguments in legal_calls():
         before, state, drawn = dict(pipe.__dict__), arguments["generator"].get_state(), torch.get_rng_state()
-        assert check_call(pipe, arguments, 1) == 1, name
+        assert check_call(pipe, arguments, EngineConfig()) == 1, name
         assert pipe.__dict__ == before and torch.equal(torch.get_rng_state(), drawn)
         assert torch.equal(arguments["generator"].get_state(), state)
 
@@ -60,7 +60,7 @@ def test_legal_calls_pass_and_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("kind", ["pil", "np", "pt", "latent"])
 def test_output_types_of_diffusers_are_known(kind: str) -> None:
     for name, pipe, arguments in legal_calls():
-        assert check_call(pipe, {**arguments, "output_type": kind}, 1) == 1, name
+        assert check_call(pipe, {**arguments, "output_type": kind}, EngineConfig()) == 1, name
 
 
 def test_a_pipeline_of_the_users_own_may_have_its_own_output_type() -> None:
@@ -71,11 +71,11 @@ def test_a_pipeline_of_the_users_own_may_have_its_own_output_type() -> None:
             return super().__call__(*args, output_type="np", **kwargs)
 
     pipe.__class__ = OwnPipeline
-    assert check_call(pipe, call_arguments("flux", output_type="tiff"), 1) == 1
+    assert check_call(pipe, call_arguments("flux", output_type="tiff"), EngineConfig()) == 1
 
 
 def test_steps_that_come_from_sigmas_need_no_number() -> None:
-    assert check_call(pipeline("flux"), call_arguments("flux", steps=0, sigmas=[1.0, 0.5]), 1) == 1
+    assert check_call(pipeline("flux"), call_arguments("flux", steps=0, sigmas=[1.0, 0.5]), EngineConfig()) == 1
 
 
 def test_a_pipeline_says_what_it_says_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +83,7 @@ def test_a_pipeline_says_what_it_says_once(caplog: pytest.LogCaptureFixture) -> 
     pipe, logger = pipeline("flux"), logging.getLogger("diffusers")
     logger.addHandler(caplog.handler)
     try:
-        check_call(pipe, call_arguments("flux", height=17), 1)
+        check_call(pipe, call_arguments("flux", height=17), EngineConfig())
         assert not caplog.records
         pipe(**call_arguments("flux", height=17))
         assert "divisible by 4 but are 17" in caplog.text
@@ -112,9 +112,9 @@ def test_latents_of_a_size_of_their_own_pass() -> None:
         ("flux", (1, 24, 16)),
         ("qwen", (1, 24, 16)),
     ):
-        assert check_call(pipeline(family), call_arguments(family, latents=torch.zeros(shape)), 1) == 1
+        assert check_call(pipeline(family), call_arguments(family, latents=torch.zeros(shape)), EngineConfig()) == 1
     with pytest.raises(ConfigError, match=r"works with \(1, 24, 16\) for 1 picture"):
-        check_call(pipeline("flux"), call_arguments("flux", latents=torch.zeros(1, 24, 17)), 1)
+        check_call(pipeline("flux"), call_arguments("flux", latents=torch.zeros(1, 24, 17)), EngineConfig())
 
 
 def test_nothing_is_computed_before_a_pipeline_checks_its_inputs() -> None:

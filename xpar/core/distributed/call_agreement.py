@@ -43,11 +43,13 @@ class CallHeader:
     """What a call is, field by field.
 
     Args:
-        facts: what else must be equal (call number, pipeline class, dtype, ...), the same names on every rank.
+        number: this rank's number of the call; once the ranks have agreed, the one that all of them use.
+        facts: what else must be equal (pipeline class, dtype, ...), the same names on every rank.
         arguments: the call's arguments by name.
     """
 
-    def __init__(self, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+        self.number = number
         self.fields = {**facts, **{name: arguments.get(name) for name in _NAMED}}
         self.fields[_OTHERS] = {name: value for name, value in sorted(arguments.items()) if name not in _NAMED}
         self.fields[_REFUSED] = None
@@ -68,8 +70,11 @@ class CallHeader:
 def agree_on_call(header: CallHeader, group: ProcessGroup | None) -> None:
     """Compare a call over the ranks of a group.
 
+    A rank that has refused a call alone, and then made the next, is ahead of the others; nothing is wrong with that,
+    so numbers are not compared: the largest is everyone's from here on.
+
     Args:
-        header: the call, as this rank makes it.
+        header: the call, as this rank makes it; gets the number that all ranks give it.
         group: the ranks, of a backend that sends from the host (gloo), or None for one.
 
     Raises:
@@ -77,11 +82,12 @@ def agree_on_call(header: CallHeader, group: ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    own = torch.tensor(header.codes(), dtype=torch.int64)
+    own = torch.tensor([header.number, *header.codes()], dtype=torch.int64)
     every = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64)
     with named("the agreement on a call", group):
         dist.all_gather_single(every, own, group=group)
-    by_rank = every.view(-1, own.numel())
+    numbers, by_rank = every.view(-1, own.numel()).split((1, own.numel() - 1), dim=1)
+    header.number = int(numbers.max())
     if bool((by_rank != by_rank[0]).any()):  # all ranks come here together, so they can tell each other their values
         shown: list[Any] = [None] * dist.get_world_size(group)
         with named("the agreement on a call", group):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from xpar.core.distributed.call_agreement import agree_on_call
+from xpar.core.distributed.call_agreement import CallHeader, agree_on_call
 from xpar.core.distributed.cancellation import Cancellation
 from xpar.core.distributed.explanation import explain
 from xpar.core.distributed.failure_board import Failure
@@ -145,14 +145,26 @@ class CallGuard:
             board.refuse(progress.call, self._failure(error))
             if not board.is_awaited(progress.call, _REFUSAL_GRACE):
                 return
-            progress.phase = "agreement"
-            agree_on_call(progress.header, self.grid.control)
+            self.agree(progress.header)
         except CommError as lost:
             raise self._explain(lost) from error
         except RuntimeError as lost:
             if isinstance(lost, AgreedError):
                 raise
             logger.warning("rank %d could not tell the other ranks that it refuses a call: %s", self.grid.rank, lost)
+
+    def agree(self, header: CallHeader) -> None:
+        """Compare the call over the ranks, which then number it alike.
+
+        Raises:
+            RankMismatchError: on every rank, naming what differs.
+            CommError: another rank failed, or does not come.
+        """
+        self.progress.header, self.progress.phase = header, "agreement"
+        try:
+            agree_on_call(header, self.grid.control)
+        finally:
+            self.cancellation.renumber(header.number)
 
     def _publish(self, error: BaseException) -> None:
         """Leave this rank's own error for the others, and wake those that wait for it."""

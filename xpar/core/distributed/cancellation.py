@@ -36,6 +36,13 @@ class Cancellation:
         with self._lock:
             self._promised, self.is_requested = None, False
 
+    def renumber(self, call: int) -> None:
+        """The ranks have agreed on another number for the call that has begun."""
+        with self._lock:
+            changed, self._progress.call = call != self._progress.call, call
+        if changed and self.is_requested:
+            self.request()
+
     def request(self) -> None:
         """Ask for the end of the call that is running; from any thread."""
         self.is_requested = True

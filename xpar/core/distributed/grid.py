@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xpar.config import EngineConfig
 from xpar.core.distributed import launch
+from xpar.core.distributed.attempt import Attempt
 from xpar.core.distributed.config_agreement import agree_on_config
 from xpar.core.distributed.connections import Connections
 from xpar.core.distributed.failure_board import FailureBoard
@@ -18,6 +20,8 @@ from xpar.core.distributed.layout import Axis, GridLayout
 from xpar.core.distributed.span import Span, find_span
 
 __all__ = ["Axis", "RankGrid"]
+
+logger = logging.getLogger(__name__)
 
 
 class RankGrid:
@@ -82,11 +86,40 @@ class RankGrid:
             launch.start(config, device)
         span = find_span(config, mesh, group)
         # Before the sizes are compared: a rank that left now would keep a better configured one waiting.
-        token = agree_on_config(config, span) if len(span.ranks) > 1 else ""
+        token = cls._agree(config, span) if len(span.ranks) > 1 and dist.get_backend() != "fake" else ""
         config.check_world_size(len(span.ranks))
         grid = cls(layout, span.ranks, span.ranks.index(dist.get_rank()), timeout)
         grid._make_groups(span, token)
         return grid
+
+    @staticmethod
+    def _agree(config: EngineConfig, span: Span) -> str:
+        attempt = Attempt(span.ranks)
+        try:
+            return agree_on_config(config, span, attempt)
+        finally:
+            attempt.close()
+
+    @staticmethod
+    def give_up(
+        error: BaseException, *, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Tell the ranks that wait in `build` that this one will not come; waits for nobody and raises nothing.
+
+        Args:
+            error: why; the others quote it.
+            mesh: as it would be given to `build`.
+            group: likewise.
+        """
+        if not launch.is_initialized() or dist.get_backend() == "fake":
+            return
+        try:
+            ranks = mesh.mesh.flatten().tolist() if mesh is not None else dist.get_process_group_ranks(group)
+            attempt = Attempt(ranks)
+            attempt.give_up(error)
+            attempt.close()
+        except Exception:  # no such group, or no store: what matters is the error on its way
+            logger.warning("the other ranks could not be told that this one gave up", exc_info=True)
 
     def _make_groups(self, span: Span, token: str) -> None:
         """Make all groups, in one order on all ranks: the grid, then axis by axis, pipefusion twice."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from xpar.config import EngineConfig
 from xpar.errors import ConfigError
 from xpar.wrappers.pipelines.dry_run import own_check, strings_in_call
-from xpar.wrappers.pipelines.latents import check_latents
+from xpar.wrappers.pipelines.latents import check_latents, check_patches
 from xpar.wrappers.pipelines.pictures import PER_PROMPT, check_pictures
 
 _OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -21,28 +22,30 @@ _BATCHES = ("prompt", "prompt_embeds", "class_labels", "latents")
 _NEEDS_STEPS = "After adjusting the num_inference_steps by strength parameter: "
 
 
-def check_call(pipe: Any, arguments: Mapping[str, Any], dp_degree: int) -> int | None:
+def check_call(pipe: Any, arguments: Mapping[str, Any], config: EngineConfig) -> int | None:
     """Check the arguments of a pipeline call.
 
     Args:
         pipe: the pipeline.
         arguments: what it is called with, by name; its defaults need not be among them.
-        dp_degree: number of ranks that share the pictures.
+        config: how many ranks share the pictures, and into how many patches those are cut.
 
     Returns:
         Number of pictures (videos, sounds) of the call; None if no argument tells.
 
     Raises:
-        ConfigError: the call cannot be computed; the text names the argument, its value, the rule and the fix.
+        ConfigError, UnsupportedError: the call cannot be computed; the text names the argument, its value, the rule
+            and the fix.
     """
     _check_batches(arguments)
     _check_sizes(arguments)
     _check_steps(pipe, arguments)
     _check_output_type(pipe, arguments)
     checked = own_check(pipe, arguments)
-    pictures = check_pictures(dict(arguments), dp_degree)
+    pictures = check_pictures(dict(arguments), config.dp_degree)
     if checked is not None and pictures is not None:
         check_latents(pipe, arguments, checked, pictures)
+        check_patches(pipe, arguments, checked, pictures, config.patches)
     return pictures
 
 

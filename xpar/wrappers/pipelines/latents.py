@@ -1,14 +1,15 @@
-"""Whether latents that a user passes to a call have a shape that the pipeline can work with."""
+"""The shape of the noise that a call begins with: whether a user's latents fit it, and whether it has tokens enough."""
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xpar.errors import ConfigError
+from xpar.errors import ConfigError, UnsupportedError
 from xpar.wrappers.pipelines.dry_run import changes_size_later
 
 _CHANNELS = ("num_channels_latents", "num_latents_channels")
@@ -47,6 +48,52 @@ def check_latents(pipe: Any, arguments: Mapping[str, Any], checked: Mapping[str,
         if given is None or (len(given) == len(shapes[0]) and all(given[dim] == shape[dim] for dim in dims)):  # type: ignore[index]
             return
     raise ConfigError(_text(pipe, latents, shapes, sizes, pictures))
+
+
+def check_patches(
+    pipe: Any, arguments: Mapping[str, Any], checked: Mapping[str, Any], pictures: int, patches: int
+) -> None:
+    """Refuse more patches than the transformer has tokens, where the noise of the call tells how many those are.
+
+    Args:
+        pipe: the pipeline.
+        arguments: what it is called with, by name.
+        checked: what it hands to its own check of them, defaults filled in.
+        pictures: number of pictures of the call.
+        patches: number of patches that its tokens are cut into.
+
+    Raises:
+        UnsupportedError: there are fewer tokens.
+    """
+    if patches == 1 or not hasattr(pipe, "prepare_latents"):
+        return
+    latents = arguments.get("latents")
+    given = latents.to(_META) if isinstance(latents, torch.Tensor) else None
+    sizes = _sizes_of(pipe, arguments, checked)
+    found = (_prepared(pipe, sizes, pictures, count, given) for count in _channel_counts(pipe))
+    shapes = [shape for shape in found if shape is not None]
+    tokens = _count_tokens(pipe, shapes)
+    if tokens is not None and tokens < patches:
+        raise UnsupportedError(
+            f"num_patches={patches} is more than the {tokens} tokens of {pictures} picture(s) of "
+            f"{', '.join(f'{name}={value}' for name, value in sizes.items())}; use num_patches <= {tokens}, or a "
+            "larger picture"
+        )
+
+
+def _count_tokens(pipe: Any, shapes: Sequence[torch.Size]) -> int | None:
+    """Tokens of noise that is packed [B, S, C], or cut up by the transformer; `shapes` differ in the channels."""
+    if not shapes or {len(shape) for shape in shapes} != {len(shapes[0])}:
+        return None
+    if len(shapes[0]) == 3:
+        return shapes[0][1]
+    places = [dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) == 1]
+    config = getattr(getattr(pipe, "transformer", None), "config", {})
+    size, size_t = config.get("patch_size"), config.get("patch_size_t") or 1
+    if len(places) != len(shapes[0]) - 2 or not size:
+        return None
+    of_patch = math.prod(size) if isinstance(size, (tuple, list)) else size * size * size_t
+    return math.prod(shapes[0][dim] for dim in places) // of_patch
 
 
 def _compared_dims(pipe: Any, shapes: Sequence[torch.Size]) -> list[int]:
