@@ -286,6 +286,10 @@ def more_patches_than_tokens_of_a_video() -> Action:
     return call("wan", stages(num_patches=46))
 
 
+def height_in_words() -> Action:
+    return call("flux", height="tall")
+
+
 def no_steps() -> Action:
     return call("flux", steps=0)
 

@@ -6,6 +6,7 @@ with the stacks of all ranks, and the pool is built anew for the next test. Rank
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._imported: set[str] = set()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results by rank.
@@ -60,6 +62,9 @@ class RankPool:
         """
         if not self._processes:
             self._start()
+        if fn.__module__ not in self._imported:  # takes seconds, many on a busy machine, and is not what is timed
+            self._call(_import, (fn.__module__,), _START_TIMEOUT)
+            self._imported.add(fn.__module__)
         answers, arrival = self._call(fn, args, timeout)
         failed = [rank for rank in arrival if not answers[rank][0]]
         if not failed:
@@ -154,6 +159,9 @@ class RankPool:
 
     def _kill(self) -> None:
         for process in self._processes:
+            process.terminate()  # under coverage, a rank writes down what it ran
+        for process in self._processes:
+            process.join(_GRACE)
             if process.is_alive():
                 process.kill()
             process.join()
@@ -162,6 +170,7 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
         self._processes, self._pipes, self._folder = [], [], None
+        self._imported.clear()
 
 
 def _rebuilt(rank: int, answer: tuple[BaseException | None, str]) -> BaseException:
@@ -171,6 +180,10 @@ def _rebuilt(rank: int, answer: tuple[BaseException | None, str]) -> BaseExcepti
         return remote
     error.__cause__ = remote
     return error
+
+
+def _import(module: str) -> None:
+    importlib.import_module(module)
 
 
 def _sync() -> int:

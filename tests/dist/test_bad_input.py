@@ -49,6 +49,7 @@ CALLS = {
     "more_patches_than_tokens": r"num_patches=25 is more than the 24 tokens of 1 picture.*use num_patches <= 24",
     "more_patches_than_tokens_of_a_picture": r"num_patches=8 is more than the 7 tokens of .*height=2, width=14; use",
     "more_patches_than_tokens_of_a_video": r"num_patches=46 is more than the 45 tokens of .*num_frames=",
+    "height_in_words": r"height='tall' \(str\): must be a number; pass an int",
     "no_steps": r"num_inference_steps=0: must be a number of steps >= 1; pass 1",
     "negative_steps": r"num_inference_steps=-1: must be a number of steps >= 1",
     "steps_in_words": r"num_inference_steps='four': must be a number of steps >= 1",

@@ -132,8 +132,8 @@ def test_different_configs_are_refused_on_every_rank(pool4):
     texts = set(pool4.run(different_configs))
     assert len(texts) == 1
     text = texts.pop()
-    assert "ulysses_degree: rank 0 has 1, rank 1 has 4, rank 2 has 4, rank 3 has 4" in text
-    assert "ring_degree: rank 0 has 4, rank 1 has 1" in text
+    assert "ulysses_degree: rank0=1 rank1=4 rank2=4 rank3=4" in text
+    assert "ring_degree: rank0=4 rank1=1" in text
     assert "dp_degree" not in text
 
 

@@ -151,7 +151,7 @@ def wrap_differently(what: str) -> Answer:
     [
         ("dtype", ("rank0=FluxTransformer2DModel of torch.float16", "rank1=FluxTransformer2DModel of torch.bfloat16")),
         ("weights", ("verify_weights", "first parameter that differs is transformer.transformer_blocks.0.attn.to_k")),
-        ("configuration", ("ulysses_degree: rank 0 has 2, rank 1 has 1", "ring_degree: rank 0 has 1, rank 1 has 2")),
+        ("configuration", ("ulysses_degree: rank0=2 rank1=1", "ring_degree: rank0=1 rank1=2")),
     ],
 )
 def test_different_pipelines(pool2: RankPool, what: str, parts: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ import ast
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
 import pytest
@@ -13,6 +14,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
+    FluxPipeline,
     UniPCMultistepScheduler,
 )
 
@@ -98,6 +100,22 @@ def test_the_check_sees_the_sizes_that_the_pipeline_fills_in() -> None:
     checked = own_check(pipe, arguments)
     assert checked is not None
     assert checked["height"] == checked["width"] == pipe.default_sample_size * pipe.vae_scale_factor
+
+
+class Hasty(FluxPipeline):
+    """Encodes before it checks, which its code does not show."""
+
+    def __call__(self, prompt: Any = None, is_checked: bool = False) -> Any:
+        if is_checked:
+            self.check_inputs(prompt)
+        return self.encode_prompt(prompt)
+
+
+def test_a_pipeline_that_comes_to_work_before_its_check_is_stopped_there() -> None:
+    pipe = pipeline("flux")
+    pipe.__class__ = Hasty
+    with patch.object(FluxPipeline, "encode_prompt", side_effect=AssertionError("it was run")):
+        assert own_check(pipe, {"prompt": "a fox"}) is None
 
 
 def test_latents_that_are_packed_later_are_not_held_against_their_size() -> None:

@@ -60,6 +60,12 @@ def test_refuses_timeout(value):
         EngineConfig(timeout=value)
 
 
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_refuses_verify_weights(value):
+    with pytest.raises(ConfigError, match=r"verify_weights=.* must be True or False"):
+        EngineConfig(verify_weights=value)
+
+
 @pytest.mark.parametrize("value", ["", "FLASH", "sdpa", None, 1])
 def test_refuses_attention_backend_and_names_the_choices(value):
     with pytest.raises(ConfigError, match=r"attention_backend.*auto.*flash"):

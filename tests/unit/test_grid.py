@@ -11,7 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xpar import ConfigError, EngineConfig
 from xpar.core.distributed.grid import Axis, RankGrid
+from xpar.core.distributed.group_factory import GroupFactory
 from xpar.core.distributed.layout import GridLayout
+from xpar.core.distributed.span import Span
+from xpar.errors import PeerFailedError, UnsupportedError
 
 LAYOUTS = [
     (1, 1, 1, 1, 1),
@@ -151,6 +154,42 @@ def test_world_size_must_be_the_product(fake_world, size):
     with pytest.raises(ConfigError, match=rf"ulysses_degree\(8\) = 8 does not equal the world size {size}"):
         RankGrid.build(EngineConfig(ulysses_degree=8))
     assert len(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_a_group_that_cannot_be_made_leaves_none_behind(fake_world, monkeypatch):
+    fake_world(0, 4)
+    before, make = len(dist.distributed_c10d._world.pg_map), GroupFactory.make
+
+    def fail(self, name, slices, backend=None):
+        if name == "ulysses":
+            raise PeerFailedError("the making of group ulysses: connection lost")
+        return make(self, name, slices, backend)
+
+    monkeypatch.setattr(GroupFactory, "make", fail)
+    with pytest.raises(PeerFailedError, match="group ulysses"):
+        RankGrid.build(EngineConfig(ulysses_degree=4))
+    assert len(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_a_rank_that_no_slice_holds(fake_world):
+    fake_world(0, 2)
+    factory = GroupFactory(Span((0, 1), (dist.group.WORLD,)), timedelta(seconds=7), "token")
+    with pytest.raises(ValueError, match=r"slices=\[\[1\]\]: no slice holds rank 0"):
+        factory.make("half", [[1]])
+
+
+def test_a_part_of_a_world_that_is_bound_to_a_device(fake_world):
+    fake_world(0, 4)
+    half = dist.new_group([0, 1])
+    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cpu", 0)
+    with pytest.raises(UnsupportedError, match="call init_process_group without device_id"):
+        RankGrid.build(EngineConfig(ulysses_degree=2), group=half)
+
+
+def test_a_mesh_without_this_rank(fake_world):
+    fake_world(0, 4)
+    with pytest.raises(ConfigError, match="rank 0 is not in it; build Parallel on the mesh's ranks only"):
+        RankGrid.build(EngineConfig(ulysses_degree=2), mesh=DeviceMesh("cpu", [1, 2]))
 
 
 def test_world_of_one_rank(fake_world):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xpar.core.halo import Geometry, HaloPlan, Levels, Split, areas, combine_moments
+from xpar.core.halo import Geometry, HaloPlan, Levels, Split, areas, combine_moments, split_pad
 from xpar.errors import ConfigError, UnsupportedError
 from xpar.wrappers.vae.exact import Cut, choose_cut, choose_grid
 
@@ -57,6 +57,12 @@ def test_the_coarsest_level_may_turn_out_to_have_a_row_more() -> None:
     levels.add(-1, whole)
     levels.add(-1, whole.reduced(2, 29).reduced(2, 15).reduced(2, 8))
     assert levels.tokens(4 * 10) == [40, 40]
+
+
+@pytest.mark.parametrize(("mode", "pads"), [("circular", (0, 0, 1, 1)), ("constant", (0, 0, -1, 0))])
+def test_padding_that_needs_rows_of_far_ranks_or_drops_some_is_refused(mode: str, pads: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedError, match=f"padding mode '{mode}' with {pads[2]} and {pads[3]} rows"):
+        split_pad(torch.zeros(1, 1, 4, 4), pads, mode, None, splits={-2: Split.deal(4, 1, 0)}, group=None)
 
 
 @pytest.mark.parametrize("total", [2, 3, 7, 16])

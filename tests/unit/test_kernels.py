@@ -158,6 +158,12 @@ def test_cuda_kernels_are_refused_on_the_cpu(backend: str) -> None:
         attend_with_lse(q, k, v, backend=backend)
 
 
+def test_a_backend_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="'flash_attn2' needs the package flash_attn; install it or use 'auto'"):
+        check_backend("flash_attn2", torch.device("cuda"), has_mask=False)
+
+
 def test_a_backend_without_masks_is_refused_for_a_mask() -> None:
     with pytest.raises(UnsupportedError, match="takes no attention mask"):
         check_backend("flash", torch.device("cuda"), has_mask=True)

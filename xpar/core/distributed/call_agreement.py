@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from xpar.core.distributed.differences import differences
 from xpar.core.distributed.operations import named
 from xpar.errors import RankMismatchError
 
@@ -97,18 +98,14 @@ def agree_on_call(header: CallHeader, group: ProcessGroup | None) -> None:
 
 def _describe(shown: Mapping[int, Mapping[str, str]]) -> str:
     """What is different in a call, in words, from `CallHeader.shown` by rank."""
-    lines = []
-    for name in next(iter(shown.values())):
-        # A rank that has refused its arguments may not know them all.
-        known = {rank: values for rank, values in shown.items() if name == _REFUSED or not _is_unknown(name, values)}
-        values = {rank: of_rank[name] for rank, of_rank in known.items()}
-        if len(set(values.values())) > 1:
-            lines.append(f"{name}: " + " ".join(f"rank{rank}={value}" for rank, value in values.items()))
-    return f"the ranks were called with different arguments; {'; '.join(lines)}; pass the same on every rank"
+    known = {rank: _known(values) for rank, values in shown.items()}
+    return f"the ranks were called with different arguments; {differences(known)}; pass the same on every rank"
 
 
-def _is_unknown(name: str, shown: Mapping[str, str]) -> bool:
-    return shown[_REFUSED] != repr(None) and shown[name] in (repr(None), "{}")
+def _known(shown: Mapping[str, str]) -> dict[str, str]:
+    """The fields that a rank knows: one that has refused its arguments may not know them all."""
+    has_refused = shown[_REFUSED] != repr(None)
+    return {name: text for name, text in shown.items() if not has_refused or text not in (repr(None), "{}")}
 
 
 def _show(value: Any) -> str:

@@ -1,13 +1,13 @@
 """One direction of point-to-point traffic between the stages of a pipeline."""
 
 from collections import deque
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from xpar.core.distributed.operations import NamedWork, named
-from xpar.errors import ConfigError
 
 
 class Channel:
@@ -31,7 +31,7 @@ class Channel:
         """Start to send a tensor to a stage of the group; it must not be written to afterwards."""
         x = x.contiguous()
         with named("send", self.group, stage):
-            work = _joined(dist.isend(x, group=self.group, group_dst=stage))
+            work = cast(Work, dist.isend(x, group=self.group, group_dst=stage))  # None: this rank is not in the group
         self._sends.append(NamedWork(work, "send", self.group, stage, (x,)))
         while len(self._sends) > self.keep:
             self._sends.popleft().wait()
@@ -43,16 +43,10 @@ class Channel:
         """
         operation = f"receive of {what}"
         with named(operation, self.group, stage):
-            work = _joined(dist.irecv(buffer, group=self.group, group_src=stage))
+            work = cast(Work, dist.irecv(buffer, group=self.group, group_src=stage))
         return NamedWork(work, operation, self.group, stage, (buffer,))
 
     def flush(self) -> None:
         """Wait for every send that is under way."""
         while self._sends:
             self._sends.popleft().wait()
-
-
-def _joined(work: Work | None) -> Work:
-    if work is None:
-        raise ConfigError("this process is not in the group of its channel; build the grid on the ranks that call")
-    return work

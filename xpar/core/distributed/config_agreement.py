@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from xpar.config import EngineConfig
 from xpar.core.distributed.attempt import Attempt
+from xpar.core.distributed.differences import differences
 from xpar.core.distributed.operations import named
 from xpar.core.distributed.span import Span
 from xpar.errors import CommTimeoutError, RankMismatchError
@@ -61,14 +62,10 @@ def _exchange(
 
 
 def _check_equal(records: list[dict[str, Any]]) -> None:
-    different = []
-    for name in records[0]["config"]:
-        values = {each["rank"]: each["config"][name] for each in records}
-        if len(set(map(repr, values.values()))) > 1:
-            by_rank = ", ".join(f"rank {rank} has {value!r}" for rank, value in values.items())
-            different.append(f"{name}: {by_rank}")
-    if different:
+    found = differences(
+        {each["rank"]: {name: repr(value) for name, value in each["config"].items()} for each in records}
+    )
+    if found:
         raise RankMismatchError(
-            f"the ranks have different configurations ({'; '.join(different)}); "
-            f"pass the same EngineConfig on every rank"
+            f"the ranks have different configurations; {found}; pass the same EngineConfig on every rank"
         )

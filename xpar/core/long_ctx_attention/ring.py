@@ -62,7 +62,6 @@ def ring_attention(
     if mask_for is not None:
         q_BHSD, masks = settle_hidden_rows(q_BHSD, [mask_for(source) for source in range(size)])
     packet = _pack(k_BHSD, v_BHSD)
-    result: tuple[Tensor, Tensor] | None = None
     for step in range(size):
         source = (rank - step) % size
         exchange = None
@@ -70,12 +69,10 @@ def ring_attention(
             exchange = start_ring_exchange(packet, _packet_size(k_BHSD, v_BHSD, lengths[source - 1]), group)
         k_BHSD, v_BHSD = _unpack(packet, k_BHSD, v_BHSD, lengths[source])
         partial = attend_with_lse(q_BHSD, k_BHSD, v_BHSD, masks[source], scale=scale, backend=backend)
-        result = partial if result is None else merge(*result, *partial)
+        out_BHSD, lse_BHS = merge(out_BHSD, lse_BHS, *partial) if step else partial
         if exchange is not None:
             packet = exchange.wait()
-    if result is None:
-        raise ConfigError("a ring needs at least one rank")
-    return result[0].to(q_BHSD.dtype)
+    return out_BHSD.to(q_BHSD.dtype)
 
 
 def ring_gather(

@@ -71,7 +71,7 @@ def scatter_heads(
         group: the ulysses group, or None to get the inputs back.
 
     Returns:
-        q, k and v with sum(lengths) tokens in group-rank order, contiguous. q has the heads of
+        q, k and v with sum(lengths) tokens in group-rank order. q has the heads of
         `head_share(H, Hk, ...)`. k and v have heads that local attention can group evenly over those of q: where the
         split cuts through a group of query heads, they are expanded to one for each query head.
 
@@ -92,9 +92,9 @@ def scatter_heads(
     received = exchange_splits(send, send_sizes, _but_own([n * B * sum(widths) for n in lengths], rank), group)
     rows_SBW = received.view(others, B, sum(widths)).split(widths, dim=-1)
     q, k, v = (_between(x, rows, start) for x, rows in zip(own, rows_SBW, strict=True))
-    if mine.kv_map is not None:
-        index = torch.tensor(mine.kv_map, device=k.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
+    if (kv_map := mine.kv_map) is not None:
+        # By views: an index would have to be sent to the device, for which the host waits.
+        k, v = (torch.stack([x[:, head] for head in kv_map], dim=1) for x in (k, v))
     return q, k, v
 
 
@@ -124,15 +124,16 @@ def gather_heads(out_BHSD: Tensor, lengths: Sequence[int], heads: int, group: Pr
             f"{heads} heads over {parts} ranks"
         )
     own, start = lengths[rank], sum(lengths[:rank])
-    others_BhsD = torch.cat([out_BHSD[:, :, :start], out_BHSD[:, :, start + own :]], dim=2)
+    out_SBHD = out_BHSD.permute(2, 0, 1, 3)
+    send = torch.cat([out_SBHD[:start], out_SBHD[start + own :]]).reshape(-1)
     send_sizes = _but_own([n * B * h * D for n in lengths], rank)
     sizes = _but_own([own * B * n * D for n in head_counts], rank)
-    received = exchange_splits(others_BhsD.permute(2, 0, 1, 3).reshape(-1), send_sizes, sizes, group)
+    received = exchange_splits(send, send_sizes, sizes, group)
     pieces = [
-        out_BHSD[:, :, start : start + own].transpose(1, 2) if r == rank else x.view(own, B, n, D).transpose(0, 1)
+        out_SBHD[start : start + own] if r == rank else x.view(own, B, n, D)
         for r, (n, x) in enumerate(zip(head_counts, received.split(sizes), strict=True))
     ]
-    return torch.cat(pieces, dim=2).transpose(1, 2)
+    return torch.cat([x.transpose(0, 1) for x in pieces], dim=2).transpose(1, 2)
 
 
 def _pack(tensors: Sequence[Tensor], head_shares: Sequence[HeadShare], rank: int) -> tuple[Tensor, list[int]]:

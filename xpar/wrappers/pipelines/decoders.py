@@ -46,9 +46,6 @@ class Decoders:
         mode: "exact", "tile" or "off", see `EngineConfig.vae_parallel`.
         group: all ranks of the grid, or None for one; they must all make this.
         is_main: whether this rank speaks for all.
-
-    Raises:
-        UnsupportedError: the component `vae` is of a class that can neither be split nor tiled.
     """
 
     def __init__(self, pipe: Any, mode: str, group: ProcessGroup | None, is_main: bool) -> None:
@@ -100,11 +97,9 @@ def _choose_mode(name: str, module: nn.Module, mode: str, is_main: bool) -> str 
     """The mode for a component; None for one beside the `vae` (for sound, say) that stays whole on every rank."""
     try:
         find_vae_plan(module, mode)
-    except UnsupportedError:
-        if name == "vae" and not can_tile(module):
-            raise
-    else:
         return mode
+    except UnsupportedError:  # a `vae` that cannot be tiled either was refused when the pipeline was inspected
+        pass
     kind = type(module).__name__
     if can_tile(module):
         text, chosen = "is shared in tiles, by its own tiling, which changes the picture slightly", "tile"

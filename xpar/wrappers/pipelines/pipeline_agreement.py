@@ -10,6 +10,7 @@ from torch import nn
 
 from xpar.config import EngineConfig
 from xpar.core.distributed.call_agreement import sum_of_bits
+from xpar.core.distributed.differences import differences
 from xpar.core.distributed.grid import RankGrid
 from xpar.core.distributed.operations import named
 from xpar.errors import RankMismatchError
@@ -53,15 +54,11 @@ def _compare(facts: dict[str, str], group: dist.ProcessGroup, what: str) -> None
     every: list[Any] = [None] * dist.get_world_size(group)
     with named("the agreement on a pipeline", group):
         dist.all_gather_object(every, facts, group=group)
-    ranks = dist.get_process_group_ranks(group)
     fields = dict.fromkeys(name for of_rank in every for name in of_rank)
-    differing = []
-    for field in fields:
-        values = [of_rank.get(field, "missing") for of_rank in every]
-        if len(set(values)) > 1:
-            differing.append(f"{field}: " + " ".join(f"rank{r}={v}" for r, v in zip(ranks, values, strict=True)))
-    if differing:
-        raise RankMismatchError(f"{what}; {'; '.join(differing)}; load the same on every rank")
+    complete = [dict.fromkeys(fields, "missing") | of_rank for of_rank in every]
+    found = differences(dict(zip(dist.get_process_group_ranks(group), complete, strict=True)))
+    if found:
+        raise RankMismatchError(f"{what}; {found}; load the same on every rank")
 
 
 def _compare_weights(name: str, module: nn.Module, group: dist.ProcessGroup) -> None:
