@@ -258,6 +258,20 @@ def test_an_autoencoder_that_tiles_is_dealt_tiles_in_exact_mode(pool3: RankPool,
     assert all(map(all, pool3.run(compare_tiles, kind, (6, 8), 4, "exact")))
 
 
+def other_tiles_on_a_rank() -> str:
+    vae = small_tiles(tiny_vae("AutoencoderKL"))
+    z = latents(vae, "AutoencoderKL", (6, 8), 1)
+    with parallel_vae(vae, dist.group.WORLD, mode="tile"), pytest.raises(RankMismatchError) as caught:
+        vae.tile_latent_min_size = 4 - dist.get_rank()
+        vae.decode(z)
+    return str(caught.value)
+
+
+def test_ranks_with_other_tile_sizes_all_say_so(pool2: RankPool) -> None:
+    first, second = pool2.run(other_tiles_on_a_rank)
+    assert "different tiles in a call of AutoencoderKL" in first and "same arguments and tile sizes" in second
+
+
 def turn_tiling_on() -> tuple[bool, bool]:
     vae = tiny_vae("AutoencoderKL")
     with parallel_vae(vae, dist.group.WORLD, mode="tile"):

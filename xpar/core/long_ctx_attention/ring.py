@@ -7,6 +7,7 @@ rounding and does not depend on timing.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ def ring_attention(
     if mask_for is not None:
         q_BHSD, masks = settle_hidden_rows(q_BHSD, [mask_for(source) for source in range(size)])
     packet = _pack(k_BHSD, v_BHSD)
+    result: tuple[Tensor, Tensor] | None = None
     for step in range(size):
         source = (rank - step) % size
         exchange = None
@@ -69,10 +71,10 @@ def ring_attention(
             exchange = start_ring_exchange(packet, _packet_size(k_BHSD, v_BHSD, lengths[source - 1]), group)
         k_BHSD, v_BHSD = _unpack(packet, k_BHSD, v_BHSD, lengths[source])
         partial = attend_with_lse(q_BHSD, k_BHSD, v_BHSD, masks[source], scale=scale, backend=backend)
-        out_BHSD, lse_BHS = merge(out_BHSD, lse_BHS, *partial) if step else partial
+        result = partial if result is None else merge(*result, *partial)
         if exchange is not None:
             packet = exchange.wait()
-    return out_BHSD.to(q_BHSD.dtype)
+    return cast(tuple[Tensor, Tensor], result)[0].to(q_BHSD.dtype)  # a ring has at least one rank
 
 
 def ring_gather(
