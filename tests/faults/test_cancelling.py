@@ -55,6 +55,29 @@ def test_cancelling_on_one_rank(pool2: RankPool, fields: dict[str, int], finite:
     assert first[0].text == second[0].text  # it has the step in it
 
 
+def cancel_after_the_last_step(fields: dict[str, int]) -> tuple[Answer, float]:
+    """Rank 1 cancels in the callback of the last step; then the next call's error."""
+    pipe = pipeline("flux")
+    expected = pipe(**call_arguments("flux"))[0]
+    with Parallel(pipe, config(**fields)) as parallel:
+
+        def cancel(*arguments: Any) -> dict[str, Any]:
+            if dist.get_rank() == 1 and arguments[1] == 3:
+                parallel.cancel()
+            return {}
+
+        call = call_arguments("flux", steps=4) | {"callback_on_step_end": cancel, "output_type": "pt"}
+        answer = answer_of(lambda: parallel(**call))
+        return answer, relative_error(parallel(**call_arguments("flux"))[0], expected)
+
+
+@pytest.mark.parametrize("fields", [ULYSSES, EXACT], ids=["ulysses", "warm-up"])
+def test_cancelling_after_the_last_step_saves_the_decoding(pool2: RankPool, fields: dict[str, int]) -> None:
+    for answer, error in pool2.run(cancel_after_the_last_step, fields, timeout=LIMIT):
+        assert answer.kind == "CallCancelledError" and "stopped before decoding" in answer.text, answer
+        assert error < 1e-5
+
+
 def interrupt(fields: dict[str, int]) -> tuple[int, float, float]:
     """Callbacks of a call in which rank 1 sets `_interrupt`, its error to one process, and the next call's."""
     pipe = pipeline("flux")

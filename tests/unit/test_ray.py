@@ -129,9 +129,9 @@ def spoil(group: FakeGroup) -> Any:
     raise ValueError("half-way")
 
 
-def lose(group: FakeGroup) -> Any:
+def lose(group: FakeGroup, error: Exception | None = None) -> Any:
     """The group fails, and cannot be started again."""
-    group.start_error = OSError("disk full")
+    group.start_error = error or OSError("disk full")
     raise PeerFailedError("gone")
 
 
@@ -175,6 +175,11 @@ def test_a_group_that_cannot_be_started_again_ends_the_call_not_the_object(fake:
         outputs = groups.map([{"run": lose}, {"run": partial(give, 1)}], return_exceptions=True)
         assert isinstance(outputs[0], PeerFailedError) and outputs[1] == 1
         assert "could not be started again: OSError: disk full" in str(outputs[0])
+
+
+def test_a_new_group_that_does_not_come_up_in_time_ends_the_call_with_that(fake: Callable[..., PipelineGroups]) -> None:
+    with fake(groups=1, retries=1) as groups, pytest.raises(CommTimeoutError, match="no answer from its ranks"):
+        groups.map([{"run": partial(lose, error=CommTimeoutError("no answer from its ranks"))}])
 
 
 def test_a_group_that_cannot_be_started_at_first_ends_the_constructor(
@@ -245,6 +250,25 @@ def test_a_rank_of_one_serves_as_the_plain_pipeline_does(monkeypatch: pytest.Mon
     output = pickle.loads(rank.call(pickle.dumps(call_arguments("flux"))))
     assert torch.equal(output[0], pipeline("flux")(**call_arguments("flux"))[0])
     rank.check_usable()
+
+
+class HubError(Exception):
+    """Can be pickled and not built again, as some of huggingface_hub's."""
+
+    def __init__(self, text: str, response: Any) -> None:
+        super().__init__(text)
+
+
+def not_found() -> Any:
+    raise HubError("404 for the checkpoint", response=None)
+
+
+def test_an_error_that_cannot_be_built_again_is_put_into_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
+    with pytest.raises(XparError, match="HubError: 404 for the checkpoint"):
+        Rank(0, EngineConfig()).build(bytes(ray.cloudpickle.dumps((not_found, None))))
 
 
 def test_a_pipeline_left_on_the_cpu_of_a_gpu_actor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
