@@ -1,5 +1,6 @@
 """Autoencoders of every class on several ranks against one process: exact to rounding, tiles bit for bit."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +45,18 @@ def error(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).abs().max() / reference.abs().max().clamp_min(1.0))
 
 
+def error_of(value: Tensor, reference: Tensor, exact: Callable[[], Tensor]) -> float:
+    """Error against one process; against it in fp64 where its fp32 is off by more than is allowed here.
+
+    Torch's group norm of channels-last pictures sums in fp32: at 128 x 128 it is off by 5e-4 (Mochi's encoder).
+    """
+    found = error(value, reference)
+    if found < TOLERANCE:
+        return found
+    truth = exact()
+    return found if error(reference.double(), truth) < TOLERANCE else error(value.double(), truth)
+
+
 def compare(kind: str, size: Size, frames: int, batch: int = 1) -> tuple[float, float]:
     """Errors of decode and encode."""
     vae = tiny_vae(kind)
@@ -53,9 +66,13 @@ def compare(kind: str, size: Size, frames: int, batch: int = 1) -> tuple[float, 
         x = decoded.clamp(-1, 1)
         encoded = moments(vae.encode(x))
     with parallel_vae(vae, dist.group.WORLD):
-        errors = error(vae.decode(z).sample, decoded), error(moments(vae.encode(x)), encoded)
+        own = vae.decode(z).sample, moments(vae.encode(x))
     assert not {"decode", "encode"} & set(vae.__dict__)
-    return errors
+    with torch.no_grad():
+        return (
+            error_of(own[0], decoded, lambda: vae.double().decode(z.double()).sample),
+            error_of(own[1], encoded, lambda: moments(vae.double().encode(x.double()))),
+        )
 
 
 @pytest.mark.parametrize("kind", EXACT)
