@@ -10,11 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xpar import ConfigError, EngineConfig
+from xpar.core.distributed.attempt import Attempt
 from xpar.core.distributed.grid import Axis, RankGrid
 from xpar.core.distributed.group_factory import GroupFactory
 from xpar.core.distributed.layout import GridLayout
+from xpar.core.distributed.patient_store import PatientStore, StoreTimeoutError
 from xpar.core.distributed.span import Span
-from xpar.errors import PeerFailedError, UnsupportedError
+from xpar.errors import CommTimeoutError, PeerFailedError, UnsupportedError
 
 LAYOUTS = [
     (1, 1, 1, 1, 1),
@@ -184,6 +186,21 @@ def test_a_part_of_a_world_that_is_bound_to_a_device(fake_world):
     dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cpu", 0)
     with pytest.raises(UnsupportedError, match="call init_process_group without device_id"):
         RankGrid.build(EngineConfig(ulysses_degree=2), group=half)
+
+
+def test_a_store_that_does_not_answer_is_said_in_time(monkeypatch):
+    def late(*_):
+        raise StoreTimeoutError("no answer within 7 s")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(PatientStore, "use", late)
+        with pytest.raises(
+            CommTimeoutError, match="the beginning of a rank grid: the job's store gives no"
+        ):
+            Attempt((0, 1), 7)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_mesh_without_this_rank(fake_world):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from xpar.core.distributed.operations import named
-from xpar.core.distributed.patient_store import PatientStore
-from xpar.errors import PeerFailedError
+from xpar.core.distributed.patient_store import PatientStore, StoreTimeoutError
+from xpar.errors import CommTimeoutError, PeerFailedError
 
 __all__ = ["Attempt"]
 
@@ -25,29 +25,48 @@ _POLL = 0.1  # seconds between two looks at the store
 class Attempt:
     """This rank's part in building a grid over some ranks.
 
-    Each rank counts its tries in the job's store. Ranks that have always tried together count alike, so that what a
-    former try has left there is not taken for this one's.
+    Each rank counts its tries since the ranks last agreed. So what a rank has left of a try that the others gave up
+    too, or that came before an agreement, is not taken for the present one's.
 
     Args:
         ranks: global ranks of the grid, in any order.
+        patience: seconds to wait for the job's store.
 
     Raises:
         PeerFailedError: the job's store has gone.
+        CommTimeoutError: it does not answer.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._others = [rank for rank in sorted(ranks) if rank != dist.get_rank()]
+    def __init__(self, ranks: Sequence[int], patience: float) -> None:
+        self._others = [str(rank) for rank in sorted(ranks) if rank != dist.get_rank()]
+        self._own = str(dist.get_rank())
         store = c10d._world.pg_map[c10d._get_default_group()][1].clone()  # type: ignore[attr-defined]
+        self._patience = patience
         span = "-".join(map(str, sorted(ranks)))
-        self._store = PatientStore(PrefixStore(f"xpar/attempts/{span}", store), _STORE_PATIENCE)
-        with named("the beginning of a rank grid"):
-            self._number = self._store.use(lambda store: store.add(str(dist.get_rank()), 1))
+        self._store = PatientStore(PrefixStore(f"xpar/attempts/{span}", store), patience)
+        self._number = self._use("the beginning of a rank grid", self._begin)
+
+    def _begin(self, store: Store) -> int:
+        number = int(json.loads(store.get(self._own))[0]) + 1 if store.check([self._own]) else 1
+        store.set(self._own, json.dumps([number, None]))
+        return number
 
     def give_up(self, error: BaseException) -> None:
         """Leave the reason why this rank does not take part."""
-        text = json.dumps([dist.get_rank(), f"{type(error).__name__}: {error}"])
-        with named("the end of a rank grid"):
-            self._store.use(lambda store: store.set(f"{self._number}/given up", text))
+        text = json.dumps([self._number, f"{type(error).__name__}: {error}"])
+        self._use("the end of a rank grid", lambda store: store.set(self._own, text))
+
+    def settle(self) -> None:
+        """All ranks have come: they count anew."""
+        self._use("the beginning of a rank grid", lambda store: store.set(self._own, json.dumps([0, None])))
+
+    def _use(self, what: str, function: Callable[[Store], Any]) -> Any:
+        self._store.patience = self._patience
+        try:
+            with named(what):
+                return self._store.use(function)
+        except StoreTimeoutError as error:
+            raise CommTimeoutError(f"{what}: the job's store gives {error}") from error
 
     def wait(self, work: dist.Work, seconds: float) -> bool:
         """Wait for a first communication of all ranks; returns whether it has ended.
@@ -55,6 +74,7 @@ class Attempt:
         Raises:
             PeerFailedError: a rank has given up and does not try again.
         """
+        self._store.patience = _STORE_PATIENCE  # a look that fails may be repeated
         start, seen = time.monotonic(), None
         looked = start
         while not work.is_completed():
@@ -75,18 +95,17 @@ class Attempt:
     def _cause(self) -> str | None:
         """What made another rank give up, unless it has begun another try."""
         try:
-            return str(text) if (text := self._store.use(self._find_cause)) else None
+            cause: str | None = self._store.use(self._find_cause)
+            return cause
         except RuntimeError:  # the communication itself will fail, or end in time
             return None
 
-    def _find_cause(self, store: Any) -> str | None:
-        key = f"{self._number}/given up"
-        if not store.check([key]):
-            return None
-        rank, text = json.loads(store.get(key))
-        if rank not in self._others or store.add(str(rank), 0) != self._number:
-            return None
-        return f"rank {rank} has not wrapped its pipeline: {text}"
+    def _find_cause(self, store: Store) -> str | None:
+        for rank in self._others:
+            number, text = json.loads(store.get(rank)) if store.check([rank]) else (0, None)
+            if text is not None and number >= self._number:
+                return f"rank {rank} has not wrapped its pipeline: {text}"
+        return None
 
     def close(self) -> None:
         """End the thread that talks to the store."""

@@ -36,6 +36,7 @@ def agree_on_config(config: EngineConfig, span: Span, attempt: Attempt) -> str:
     for link in span.links:
         gathered = [_exchange(known, link, config.timeout, attempt) for known in records]
         records = [each for one in gathered for each in one]
+    attempt.settle()
     records.sort(key=lambda each: span.ranks.index(each["rank"]))
     _check_equal(records)
     return str(records[0]["token"])

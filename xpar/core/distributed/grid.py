@@ -23,6 +23,8 @@ __all__ = ["Axis", "RankGrid"]
 
 logger = logging.getLogger(__name__)
 
+_GIVE_UP_PATIENCE = 1.5  # seconds in which a rank that gives up tells the others, or leaves it
+
 
 class RankGrid:
     """The processes of one `Parallel` as a grid with the axes dp, cfg, pipefusion, ring and ulysses.
@@ -94,7 +96,7 @@ class RankGrid:
 
     @staticmethod
     def _agree(config: EngineConfig, span: Span) -> str:
-        attempt = Attempt(span.ranks)
+        attempt = Attempt(span.ranks, config.timeout)
         try:
             return agree_on_config(config, span, attempt)
         finally:
@@ -115,7 +117,7 @@ class RankGrid:
             return
         try:
             ranks = mesh.mesh.flatten().tolist() if mesh is not None else dist.get_process_group_ranks(group)
-            attempt = Attempt(ranks)
+            attempt = Attempt(ranks, _GIVE_UP_PATIENCE)
             attempt.give_up(error)
             attempt.close()
         except Exception:  # no such group, or no store: what matters is the error on its way
