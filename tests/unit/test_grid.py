@@ -195,9 +195,7 @@ def test_a_store_that_does_not_answer_is_said_in_time(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(PatientStore, "use", late)
-        with pytest.raises(
-            CommTimeoutError, match="the beginning of a rank grid: the job's store gives no"
-        ):
+        with pytest.raises(CommTimeoutError, match="the beginning of a rank grid: the job's store gives no"):
             Attempt((0, 1), 7)
     finally:
         dist.destroy_process_group()
