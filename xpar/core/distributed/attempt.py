@@ -9,15 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d as c10d
 
 from xpar.core.distributed.operations import named
-from xpar.core.distributed.patient_store import PatientStore, StoreTimeoutError
+from xpar.core.distributed.patient_store import PatientStore, StoreTimeoutError, job_store
 from xpar.errors import CommTimeoutError, PeerFailedError
 
 __all__ = ["Attempt"]
 
-_STORE_PATIENCE = 1.5  # seconds that a use of the store may take
 _PATIENCE = 1.0  # seconds in which a rank that gave up may come with another try
 _POLL = 0.1  # seconds between two looks at the store
 
@@ -30,7 +28,7 @@ class Attempt:
 
     Args:
         ranks: global ranks of the grid, in any order.
-        patience: seconds to wait for the job's store.
+        patience: seconds to wait for the job's store, but in looks that are repeated.
 
     Raises:
         PeerFailedError: the job's store has gone.
@@ -40,10 +38,10 @@ class Attempt:
     def __init__(self, ranks: Sequence[int], patience: float) -> None:
         self._others = [str(rank) for rank in sorted(ranks) if rank != dist.get_rank()]
         self._own = str(dist.get_rank())
-        store = c10d._world.pg_map[c10d._get_default_group()][1].clone()  # type: ignore[attr-defined]
+        store = job_store().clone()  # type: ignore[attr-defined]  # missing in the stubs
         self._patience = patience
         span = "-".join(map(str, sorted(ranks)))
-        self._store = PatientStore(PrefixStore(f"xpar/attempts/{span}", store), patience)
+        self._store = PatientStore(PrefixStore(f"xpar/attempts/{span}", store))
         self._number = self._use("the beginning of a rank grid", self._begin)
 
     def _begin(self, store: Store) -> int:
@@ -61,10 +59,9 @@ class Attempt:
         self._use("the beginning of a rank grid", lambda store: store.set(self._own, json.dumps([0, None])))
 
     def _use(self, what: str, function: Callable[[Store], Any]) -> Any:
-        self._store.patience = self._patience
         try:
             with named(what):
-                return self._store.use(function)
+                return self._store.use(function, self._patience)
         except StoreTimeoutError as error:
             raise CommTimeoutError(f"{what}: the job's store gives {error}") from error
 
@@ -74,7 +71,6 @@ class Attempt:
         Raises:
             PeerFailedError: a rank has given up and does not try again.
         """
-        self._store.patience = _STORE_PATIENCE  # a look that fails may be repeated
         start, seen = time.monotonic(), None
         looked = start
         while not work.is_completed():

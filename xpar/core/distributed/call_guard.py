@@ -160,7 +160,7 @@ class CallGuard:
             RankMismatchError: on every rank, naming what differs.
             CommError: another rank failed, or does not come.
         """
-        self.progress.header, self.progress.phase = header, "agreement"
+        self.progress.phase = "agreement"
         try:
             agree_on_call(header, self.grid.control)
         finally:

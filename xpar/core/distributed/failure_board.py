@@ -18,7 +18,6 @@ from xpar.core.distributed.patient_store import PatientStore
 __all__ = ["Failure", "FailureBoard", "Sign"]
 
 _TEXT = 2000  # characters of an error's text that are passed on
-_PATIENCE = 1.5  # seconds that a use of the store may take; it takes a fraction of a millisecond
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class FailureBoard:
         own = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
         part = PrefixStore(f"xpar/{token}", own)
         part.set(f"process/{rank}", json.dumps(_process()))
-        self._store = PatientStore(part, _PATIENCE)
+        self._store = PatientStore(part)
         self.ranks, self.rank = tuple(ranks), rank
         self._peers: dict[int, dict[str, Any]] = {}
 

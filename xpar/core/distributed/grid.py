@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ from xpar.core.distributed.connections import Connections
 from xpar.core.distributed.failure_board import FailureBoard
 from xpar.core.distributed.group_factory import GroupFactory
 from xpar.core.distributed.layout import Axis, GridLayout
+from xpar.core.distributed.patient_store import job_store
 from xpar.core.distributed.span import Span, find_span
 
 __all__ = ["Axis", "RankGrid"]
@@ -88,7 +90,7 @@ class RankGrid:
             launch.start(config, device)
         span = find_span(config, mesh, group)
         # Before the sizes are compared: a rank that left now would keep a better configured one waiting.
-        token = cls._agree(config, span) if len(span.ranks) > 1 and dist.get_backend() != "fake" else ""
+        token = cls._agree(config, span) if len(span.ranks) > 1 and _has_peers() else ""
         config.check_world_size(len(span.ranks))
         grid = cls(layout, span.ranks, span.ranks.index(dist.get_rank()), timeout)
         grid._make_groups(span, token)
@@ -96,11 +98,8 @@ class RankGrid:
 
     @staticmethod
     def _agree(config: EngineConfig, span: Span) -> str:
-        attempt = Attempt(span.ranks, config.timeout)
-        try:
+        with closing(Attempt(span.ranks, config.timeout)) as attempt:
             return agree_on_config(config, span, attempt)
-        finally:
-            attempt.close()
 
     @staticmethod
     def give_up(
@@ -113,13 +112,12 @@ class RankGrid:
             mesh: as it would be given to `build`.
             group: likewise.
         """
-        if not launch.is_initialized() or dist.get_backend() == "fake":
+        if not launch.is_initialized() or not _has_peers():
             return
         try:
             ranks = mesh.mesh.flatten().tolist() if mesh is not None else dist.get_process_group_ranks(group)
-            attempt = Attempt(ranks, _GIVE_UP_PATIENCE)
-            attempt.give_up(error)
-            attempt.close()
+            with closing(Attempt(ranks, _GIVE_UP_PATIENCE)) as attempt:
+                attempt.give_up(error)
         except Exception:  # no such group, or no store: what matters is the error on its way
             logger.warning("the other ranks could not be told that this one gave up", exc_info=True)
 
@@ -129,7 +127,7 @@ class RankGrid:
             return
         self._factory = factory = GroupFactory(span, self.timeout, token)
         connections = Connections()
-        has_peers = dist.get_backend() != "fake"  # torch's stand-in, with which one process tries out a layout
+        has_peers = _has_peers()
         try:
             self.control = factory.make("control", [range(self.world_size)], backend="gloo" if has_peers else None)
             self.all_ranks = factory.make("all", [range(self.world_size)])
@@ -146,7 +144,7 @@ class RankGrid:
             raise
         if has_peers:
             self._connections = connections
-            self.failure_board = FailureBoard(factory.store, token, self.ranks, self.rank)
+            self.failure_board = FailureBoard(job_store(), token, self.ranks, self.rank)
 
     @property
     def world_size(self) -> int:
@@ -220,3 +218,8 @@ class RankGrid:
         self._groups.clear()
         if self._factory is not None:
             self._factory.destroy()
+
+
+def _has_peers() -> bool:
+    """Whether there are other processes: torch's fake backend is for one that tries out a layout."""
+    return bool(dist.get_backend() != "fake")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from xpar.core.distributed.operations import named
+from xpar.core.distributed.patient_store import job_store
 from xpar.core.distributed.span import Span
 from xpar.errors import UnsupportedError
 
@@ -31,12 +31,6 @@ class GroupFactory:
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups made so far."""
         return list(self._made)
-
-    @property
-    def store(self) -> Store:
-        """The job's key-value store."""
-        store: Store = c10d._world.pg_map[c10d._get_default_group()][1]
-        return store
 
     def make(self, name: str, slices: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Make one group for each slice, and return the one that this rank is in.
@@ -91,7 +85,7 @@ class GroupFactory:
             ranks.index(dist.get_rank()),
             ranks,
             dist.Backend(backend or c10d._world.pg_map[world][0]),
-            self.store,
+            job_store(),
             c10d.GroupName(f"xpar_{self._token}_{name}_{ranks[0]}"),
             timeout=self._timeout,
             group_desc=f"xpar {name}",

@@ -10,10 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["PatientStore", "StoreTimeoutError"]
+__all__ = ["PatientStore", "StoreTimeoutError", "job_store"]
+
+_PATIENCE = 1.5  # seconds that a use of the store may take; it takes a fraction of a millisecond
 
 _Use = tuple[Callable[[Store], Any], queue.SimpleQueue[Any]]
+
+
+def job_store() -> Store:
+    """The store of the default process group."""
+    store: Store = c10d._world.pg_map[c10d._get_default_group()][1]
+    return store
 
 
 class StoreTimeoutError(RuntimeError):
@@ -25,17 +34,16 @@ class PatientStore:
 
     Args:
         store: a connection that nothing else uses.
-        patience: seconds that a use may take.
     """
 
-    def __init__(self, store: Store, patience: float) -> None:
-        self._store, self.patience = store, patience
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._uses: queue.SimpleQueue[_Use | None] = queue.SimpleQueue()
         self._start = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def use(self, function: Callable[[Store], Any]) -> Any:
-        """What a function of the store returns.
+    def use(self, function: Callable[[Store], Any], patience: float = _PATIENCE) -> Any:
+        """What a function of the store returns, which may take `patience` seconds.
 
         Raises:
             StoreTimeoutError: it has not returned in time.
@@ -48,9 +56,9 @@ class PatientStore:
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._uses.put((function, answer))
         try:
-            value, error = answer.get(timeout=self.patience)
+            value, error = answer.get(timeout=patience)
         except queue.Empty:
-            raise StoreTimeoutError(f"no answer within {self.patience:g} s") from None
+            raise StoreTimeoutError(f"no answer within {patience:g} s") from None
         if error is not None:
             raise error
         return value

@@ -5,7 +5,8 @@ its group, in group-rank order, and some of the heads, so any local attention is
 instead of four. Tokens and heads need not divide by the group: a rank may even have no head at all.
 
 A rank's own piece never enters the collective: it goes straight to its place between those that arrive. That spares
-a pass over it (on gloo, 11 ms of an attention over 2432 tokens), and the kernel gets contiguous tokens.
+a pass over it (on gloo with two ranks 6 of the 89 ms of an attention over 2432 tokens), and the kernel gets contiguous
+tokens.
 """
 
 from collections.abc import Sequence

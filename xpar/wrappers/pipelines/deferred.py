@@ -71,7 +71,7 @@ class Deferred:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        waiting = [x for x in _deferred_in((args, kwargs or {})) if not (x._known or x._is_ready())]
+        waiting = [x for x in leaves_of((args, kwargs or {}), Deferred) if not (x._known or x._is_ready())]
         if not waiting:
             return func(*settle(args), **settle(kwargs or {}))
         return Deferred(
@@ -109,11 +109,7 @@ def settle(tree: Any) -> Any:
     if isinstance(tree, Deferred):
         return tree.value()
     if isinstance(tree, dict):
-        return type(tree)(**{k: settle(v) for k, v in tree.items()}) if _deferred_in(tree) else tree
+        return type(tree)(**{k: settle(v) for k, v in tree.items()}) if leaves_of(tree, Deferred) else tree
     if type(tree) in (list, tuple):
         return type(tree)(settle(item) for item in tree)
     return tree
-
-
-def _deferred_in(tree: Any) -> list[Deferred]:
-    return leaves_of(tree, Deferred)

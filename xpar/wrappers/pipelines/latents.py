@@ -87,20 +87,26 @@ def _count_tokens(pipe: Any, shapes: Sequence[torch.Size]) -> int | None:
         return None
     if len(shapes[0]) == 3:
         return shapes[0][1]
-    places = [dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) == 1]
+    channels = _channel_dims(shapes)
+    places = [size for dim, size in enumerate(shapes[0]) if dim and dim not in channels]
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     size, size_t = config.get("patch_size"), config.get("patch_size_t") or 1
-    if len(places) != len(shapes[0]) - 2 or not size:
+    if len(channels) != 1 or not size:
         return None
     of_patch = math.prod(size) if isinstance(size, (tuple, list)) else size * size * size_t
-    return math.prod(shapes[0][dim] for dim in places) // of_patch
+    return math.prod(places) // of_patch
 
 
 def _compared_dims(pipe: Any, shapes: Sequence[torch.Size]) -> list[int]:
-    """Rows, channels (the dims in which shapes of different channel counts differ), and packed tokens."""
-    channels = [dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1]
+    """Rows, channels and packed tokens."""
+    channels = _channel_dims(shapes)
     is_packed = len(shapes[0]) == 3 and channels == [2]
     return [0, *channels, *([1] if is_packed and not changes_size_later(pipe) else [])]
+
+
+def _channel_dims(shapes: Sequence[torch.Size]) -> list[int]:
+    """The dims, rows apart, in which shapes of different channel counts differ."""
+    return [dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1]
 
 
 def _text(
