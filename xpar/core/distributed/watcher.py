@@ -130,6 +130,9 @@ def report_dead(board: FailureBoard, progress: Progress) -> Failure | None:
 def _whereabouts(thread: int) -> tuple[bool, str]:
     """Whether a thread, or the patch loop that it waits for, is inside of torch.distributed, and its line of code."""
     frames = sys._current_frames()
+    # With this function's own frame the dict would refer to itself and outlive it, and with it all that other threads
+    # have in their local variables, activations among it, until the garbage collector comes.
+    del frames[threading.get_ident()]
     loops = [t.ident for t in threading.enumerate() if t.name.startswith("xpar-patch")]
     at = ""
     for ident in (thread, *loops):
