@@ -13,9 +13,8 @@ from xpar.core.distributed.progress import Progress
 
 __all__ = ["Watcher", "report_dead"]
 
-_POLL = 0.15  # seconds between two looks at the store
 _PATIENCE = 1.0  # seconds in which a rank that has refused a call may still come to say so
-_BEAT = 0.3  # seconds between two signs of life, and two looks at the other processes
+_BEAT = 0.3  # seconds between two signs of life, and two looks at the others; each takes the core from the kernels
 
 
 class Watcher:
@@ -66,17 +65,13 @@ class Watcher:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        last_beat = 0.0
         while True:
             self._active.wait()
             if self._closed:
                 return
             try:
-                beats = time.monotonic() - last_beat >= _BEAT
-                if beats:
-                    last_beat = time.monotonic()
-                    self._beat()
-                if self._someone_failed(look_at_processes=beats):
+                self._beat()
+                if self._someone_failed():
                     self._break_off()
                     self._active.clear()
                     continue
@@ -87,16 +82,13 @@ class Watcher:
                 self._break_off()
                 self._active.clear()
                 continue
-            time.sleep(_POLL)
+            time.sleep(_BEAT)
 
-    def _someone_failed(self, *, look_at_processes: bool) -> bool:
-        if self._board.first() is not None:
+    def _someone_failed(self) -> bool:
+        if self._board.first() is not None or self._is_left_alone():
             return True
-        if self._is_left_alone():
-            return True
-        if look_at_processes:
-            self._board.learn_processes()
-        return look_at_processes and report_dead(self._board, self._progress) is not None
+        self._board.learn_processes()
+        return report_dead(self._board, self._progress) is not None
 
     def _is_left_alone(self) -> bool:
         """Whether this rank waits to make a call that another has refused, who has been told so and does not come."""
