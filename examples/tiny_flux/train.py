@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from autoencoder import train_vae
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from muon import Muon
 from shapes import Scene, all_captions, all_scenes, draw, random_caption
 from text import WIDTH, build_clip_encoder, build_clip_tokenizer, build_t5_encoder, build_t5_tokenizer
 
@@ -33,7 +34,7 @@ PEAK_RATE = 2e-3  # of AdamW, for everything but the blocks' matrices
 MUON_RATE = 5e-3  # of Muon, for those, scaled as in https://arxiv.org/abs/2502.16982
 EMA_DECAY = 0.998
 TEXT_LENGTHS = {16: 0.45, 32: 0.40, 64: 0.10, 512: 0.05}  # how often each padded length is trained
-BANK_SIZES = {128: 3000, 256: 2500, 384: 1000}  # pictures kept as latents, per picture size
+BANK_SIZES = {128: 1000, 256: 2000, 384: 400}  # pictures kept as latents by each process, per picture size
 BATCH_TOKENS = 4800  # text and picture tokens in one batch, at most
 
 
@@ -85,7 +86,7 @@ def build_bank(vae: AutoencoderKL, size: int, count: int, seed: int) -> Bank:
     scenes = random.Random(seed).choices(all_scenes(held_out=False), k=count)
     parts = []
     for i in range(0, count, 16):
-        z = vae.encode(draw(scenes[i : i + 16], size, generator)).latent_dist.sample(generator)
+        z = vae.encode(draw(scenes[i : i + 16], size, generator)).latent_dist.mode()
         z = (z - vae.config.shift_factor) * vae.config.scaling_factor
         parts.append(FluxPipeline._pack_latents(z, *z.shape))
     return Bank(torch.cat(parts), scenes)
@@ -97,7 +98,7 @@ def choose_size(rng: random.Random, progress: float, resumed: bool, large_share:
         return 256 if rng.random() < 0.1 else 128
     if (resumed or progress > 0.67) and rng.random() < large_share:
         return 384
-    return 256 if rng.random() < 0.75 else 128
+    return 256 if rng.random() < 0.85 else 128
 
 
 def sample_times(count: int, tokens: int) -> torch.Tensor:
@@ -148,7 +149,7 @@ def build_optimizers(transformer: FluxTransformer2DModel) -> list[torch.optim.Op
     known = set(map(id, matrices))
     others = [p for p in transformer.parameters() if id(p) not in known]
     return [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=MUON_RATE, weight_decay=0.01),
         torch.optim.AdamW(others, lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01, fused=True),
     ]
 
