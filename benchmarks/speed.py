@@ -17,6 +17,7 @@ import os
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -326,7 +327,8 @@ def draw(args: argparse.Namespace, chosen: dict[str, Method], rows: dict[str, Ro
     axes.set_xlim(0, max(*bounds, *(max(rows[name].ratios) for name in names)) * 1.08)
     axes.set_xlabel("speedup over one process on one thread in the same job")
     axes.legend(loc="upper right", fontsize=9, markerscale=0.5)
-    axes.set_title(f"One picture on two cores\n{settings(args)}\n{hardware()}", fontsize=9, loc="left", x=-0.4)
+    title = "\n".join(["One picture on two cores", *textwrap.wrap(settings(args), 100), hardware()])
+    axes.set_title(title, fontsize=9, loc="left", x=-0.4)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

@@ -48,6 +48,15 @@ class TokenLayout:
                 f"positions for {[len(p) for p in self.positions]} tokens do not fit lengths={list(self.lengths)}"
             )
 
+    def check_groups(self, ulysses_group: ProcessGroup | None, ring_group: ProcessGroup | None) -> None:
+        """Raise ConfigError unless the groups have the layout's degrees."""
+        sizes = group_size(ulysses_group), group_size(ring_group)
+        if sizes != (self.ulysses_degree, self.ring_degree):
+            raise ConfigError(
+                f"groups of {sizes[0]} (ulysses) and {sizes[1]} (ring) ranks do not fit a layout of "
+                f"ulysses_degree={self.ulysses_degree} and ring_degree={self.ring_degree}"
+            )
+
     @classmethod
     def even(cls, tokens: int, ulysses_degree: int, ring_degree: int) -> "TokenLayout":
         """Contiguous runs that differ by at most one token."""
@@ -110,18 +119,14 @@ def usp_attention(
         ConfigError: groups, layout, tensors or mask do not fit together.
         UnsupportedError: the backend cannot do this. Nothing has been sent in either case.
     """
-    parts, ring_index = group_size(ulysses_group), group_rank(ring_group)
-    if (parts, group_size(ring_group)) != (layout.ulysses_degree, layout.ring_degree):
-        raise ConfigError(
-            f"groups of {parts} (ulysses) and {group_size(ring_group)} (ring) ranks do not fit a layout of "
-            f"ulysses_degree={layout.ulysses_degree} and ring_degree={layout.ring_degree}"
-        )
+    layout.check_groups(ulysses_group, ring_group)
     check_backend(backend, q_BHSD.device, has_mask=mask is not None or is_causal)
     B, H = q_BHSD.shape[:2]
-    head_share(H, k_BHSD.shape[1], parts, group_rank(ulysses_group))  # refuses head counts that do not divide
+    # Refuses head counts that do not divide.
+    head_share(H, k_BHSD.shape[1], group_size(ulysses_group), group_rank(ulysses_group))
     if mask is not None:
         mask = heads_of(normalise_mask(mask, B, H, layout.tokens, layout.tokens), H, ulysses_group)
-    device = q_BHSD.device
+    device, ring_index = q_BHSD.device, group_rank(ring_group)
     rows = layout.ring_positions(ring_index, device)
 
     def mask_for(source: int) -> Tensor | None:

@@ -86,39 +86,14 @@ class PatchLoops:
         self._flush()
 
     def _run(self, call: PatchedCall, turns: Turns, arguments: dict[str, Any], random: RandomState) -> Any:
-        last = self.patches - 1
-        every = [self._arguments_of(loop, arguments) for loop in range(last)]
-        leading = dict(arguments)
-        if arguments.get(CALLBACK) is not None:
-            shared = SharedCallback(arguments[CALLBACK], self.pipe, turns)
-            leading = with_callback(leading, shared.lead)
-            every = [with_callback(own, shared.follow) for own in every]
-
-        def follow(loop: int) -> None:
-            try:
-                turns.begin(loop)
-                random.set()
-                pipe = self._copy_of_pipe(call)
-                type(pipe).__call__(pipe, **every[loop])
-            except LoopEnded:
-                turns.finish(loop)
-            except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
-                turns.finish(loop, error)
-            else:
-                turns.finish(loop)
-
-        threads = [
-            threading.Thread(
-                target=inherit_thread_state(functools.partial(follow, loop)), name=f"xpar-patch-{loop}", daemon=True
-            )
-            for loop in range(last)
-        ]
+        *followers, leading = self._arguments_of_loops(arguments, turns)
+        threads = [self._thread(loop, own, call, turns, random) for loop, own in enumerate(followers)]
         result = None
         try:
             for thread in threads:
                 thread.start()
             turns.start()
-            turns.begin(last)
+            turns.begin(self.patches - 1)
             random.set()
             result = type(self.pipe).__call__(self.pipe, **leading)
         except LoopEnded:
@@ -133,6 +108,26 @@ class PatchLoops:
         if turns.error is not None:
             raise turns.error
         return result
+
+    def _thread(
+        self, loop: int, arguments: dict[str, Any], call: PatchedCall, turns: Turns, random: RandomState
+    ) -> threading.Thread:
+        """The thread of a loop other than the last, which says to `turns` how it ended."""
+
+        def follow() -> None:
+            try:
+                turns.begin(loop)
+                random.set()
+                pipe = self._copy_of_pipe(call)
+                type(pipe).__call__(pipe, **arguments)
+            except LoopEnded:
+                turns.finish(loop)
+            except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
+                turns.finish(loop, error)
+            else:
+                turns.finish(loop)
+
+        return threading.Thread(target=inherit_thread_state(follow), name=f"xpar-patch-{loop}", daemon=True)
 
     def _copy_of_pipe(self, call: PatchedCall) -> Any:
         """A shallow copy for one loop: models are shared; schedulers and guiders, which a loop changes, are its own."""
@@ -152,12 +147,13 @@ class PatchLoops:
         pipe._progress_bar_config = {**getattr(self.pipe, "_progress_bar_config", {}), "disable": True}
         return pipe
 
-    def _arguments_of(self, loop: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments for a loop other than the last: own generators in the same state, own containers."""
-        own = {name: clone_generators(copy_containers(value)) for name, value in arguments.items()}
-        if own.get("callback") is not None:  # the older form of callback, called by the last loop alone
-            own["callback"] = None
-        return own
+    def _arguments_of_loops(self, arguments: dict[str, Any], turns: Turns) -> list[dict[str, Any]]:
+        """Arguments for each loop, the last loop's the caller's own; a callback is called once per step for all."""
+        loops = [*(_arguments_of_follower(arguments) for _ in range(self.patches - 1)), dict(arguments)]
+        if arguments.get(CALLBACK) is None:
+            return loops
+        shared = SharedCallback(arguments[CALLBACK], self.pipe, turns)
+        return [*(with_callback(own, shared.follow) for own in loops[:-1]), with_callback(loops[-1], shared.lead)]
 
     def _encoders(self) -> list[tuple[nn.Module, str]]:
         denoisers = [transformer.module for transformer in self.transformers]
@@ -176,6 +172,14 @@ class PatchLoops:
         for channel in {id(c): c for c in (self.back, *(t.stage.forward for t in self.transformers))}.values():
             if channel is not None:
                 channel.flush()
+
+
+def _arguments_of_follower(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for a loop other than the last: own generators in the same state, own containers."""
+    own = {name: clone_generators(copy_containers(value)) for name, value in arguments.items()}
+    if own.get("callback") is not None:  # the older form of callback, called by the last loop alone
+        own["callback"] = None
+    return own
 
 
 def _composing(step: Any, call: PatchedCall) -> Any:
