@@ -3,19 +3,22 @@
     python benchmarks/quality.py                                    # 20 prompts, M = 2, 4, 8, warm-up 0..4
     python benchmarks/quality.py --prompts 4 --patches 4 --warmups 0 1
 
-The error depends on the number of patches and of warm-up steps and not on the number of stages, so one process runs it
-all. Prompts are captions that the model was not trained on; seeds are fixed. PSNR is that of the decoded pictures as
-floats in 0..1, before they are rounded to 8 bits.
+The error depends on the number of patches and of warm-up steps and not on the number of stages, so no picture needs
+more than one process; several share the prompts. Prompts are captions that the model was not trained on; seeds are
+fixed. PSNR is that of the decoded pictures as floats in 0..1, before they are rounded to 8 bits.
 """
 
 import argparse
+import functools
 import json
 import math
+import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,29 +97,55 @@ def psnr(picture: np.ndarray, reference: np.ndarray) -> float:
     return math.inf if error == 0 else -10 * math.log10(error)
 
 
-def run(args: argparse.Namespace) -> tuple[list[Setting], list[float], dict[str, list[np.ndarray]]]:
-    """Paint every prompt in every setting; the settings, the seconds of the plain pictures, and pictures to show."""
+@dataclass
+class Outcome:
+    """What was painted for some prompts, in their order."""
+
+    settings: list[Setting]
+    seconds: list[float]
+    """Of the plain pictures."""
+    shown: dict[str, list[np.ndarray]]
+    """Pictures for the contact sheet by how they were painted."""
+
+    def extend(self, other: "Outcome") -> None:
+        """Add the prompts that another process painted."""
+        self.seconds += other.seconds
+        for setting, more in zip(self.settings, other.settings, strict=True):
+            setting.psnr += more.psnr
+            setting.seconds += more.seconds
+        for label, pictures in other.shown.items():
+            self.shown[label] += pictures
+
+
+def run_share(args: argparse.Namespace, indices: range) -> Outcome:
+    """Paint some of the prompts in every setting."""
+    torch.set_num_threads(args.threads)
     pipe, captions = load(args.pipeline), prompts(args.prompts)
-    plain = [paint(pipe, args, index, prompt) for index, prompt in enumerate(captions)]
-    references, seconds = [picture for picture, _ in plain], [second for _, second in plain]
-    print(f"one process: {statistics.median(seconds):.2f} s a picture", flush=True)
-    shown = {"one process": references[: args.sheet]}
-    settings = []
+    plain = [paint(pipe, args, index, captions[index]) for index in indices]
+    references = [picture for picture, _ in plain]
+    on_sheet = len([index for index in indices if index < args.sheet])
+    outcome = Outcome([], [second for _, second in plain], {"one process": references[:on_sheet]})
     for patches in args.patches:
         for warmup in args.warmups:
             with Parallel(pipe, EngineConfig(num_patches=patches, warmup_steps=warmup)) as parallel:
-                results = [paint(parallel, args, index, prompt) for index, prompt in enumerate(captions)]
+                results = [paint(parallel, args, index, captions[index]) for index in indices]
             errors = [psnr(picture, reference) for (picture, _), reference in zip(results, references, strict=True)]
             setting = Setting(patches, warmup, errors, [second for _, second in results])
-            settings.append(setting)
+            outcome.settings.append(setting)
             if patches == max(args.patches) and warmup in args.warmups[:2]:
-                shown[f"M={patches}, warm-up {warmup}"] = [picture for picture, _ in results[: args.sheet]]
-            print(
-                f"M={patches} warm-up {warmup}: median {setting.median:.1f} dB, worst {setting.worst:.1f} dB, "
-                f"{statistics.median(setting.seconds):.2f} s a picture",
-                flush=True,
-            )
-    return settings, seconds, shown
+                outcome.shown[f"M={patches}, warm-up {warmup}"] = [picture for picture, _ in results[:on_sheet]]
+            print(f"M={patches} warm-up {warmup}: {setting.median:.1f} dB, prompts from {indices.start}", flush=True)
+    return outcome
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Paint every prompt in every setting, on as many processes as asked."""
+    bounds = [args.prompts * i // args.processes for i in range(args.processes + 1)]
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        first, *others = pool.map(functools.partial(run_share, args), map(range, bounds[:-1], bounds[1:]))
+    for other in others:
+        first.extend(other)
+    return first
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -183,7 +212,8 @@ def save(args: argparse.Namespace, settings: list[Setting], seconds: list[float]
     folder.mkdir(parents=True, exist_ok=True)
     text = (
         f"{table(settings, args)}\n\nPSNR in dB against one process, median / worst; {describe(args)}. "
-        f"One process took {statistics.median(seconds):.2f} s a picture on {args.threads} thread(s).\n"
+        f"A plain picture took {statistics.median(seconds):.2f} s on {args.threads} thread(s), "
+        f"{args.processes} at a time.\n"
     )
     (folder / "quality.md").write_text(text, encoding="utf-8")
     raw = {
@@ -206,23 +236,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--patches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--warmups", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--processes", type=int, default=2, help="that share the prompts")
     parser.add_argument("--sheet", type=int, default=4, help="prompts on the contact sheet; 0 for none")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "benchmarks" / "results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.processes = max(1, min(args.processes, args.prompts))
+    return args
 
 
 def main() -> None:
     """Measure, write, print."""
     args = parse_arguments()
-    torch.set_num_threads(args.threads)
     start = time.perf_counter()
-    settings, seconds, shown = run(args)
-    save(args, settings, seconds)
+    outcome = run(args)
+    save(args, outcome.settings, outcome.seconds)
     if args.sheet:
-        contact_sheet(shown, args.output_dir / "quality_pictures.png")
-    count = args.prompts * (len(settings) + 1)
-    print(f"\n{table(settings, args)}\n\n{count} pictures in {time.perf_counter() - start:.0f} s: {args.output_dir}")
+        contact_sheet(outcome.shown, args.output_dir / "quality_pictures.png")
+    count = args.prompts * (len(outcome.settings) + 1)
+    seconds = time.perf_counter() - start
+    print(f"\n{table(outcome.settings, args)}\n\n{count} pictures in {seconds:.0f} s: {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ PLACES: dict[str, tuple[float, float]] = {  # centre of the shape as (x, y), in 
     "bottom left": (0.3, 0.7),
     "bottom right": (0.7, 0.7),
 }
+CENTRE_SPREAD = 0.03  # range of the centre in each direction, in shares of the picture
+RADII = (0.175, 0.205)  # smallest and largest radius likewise
 SHADE = 0.10  # how much darker the background is at the bottom edge
 HOLD_OUT = 17  # about one combination in this many is left out
 
@@ -134,8 +136,8 @@ def draw(
     colours = torch.tensor(list(COLOURS.values()))
     backgrounds = torch.tensor(list(BACKGROUNDS.values()))
     places = torch.tensor(list(PLACES.values()))
-    centre = places[[scene.place for scene in scenes]] + (jitter[:, :2] - 0.5) * 0.08
-    radius = 0.16 + 0.06 * jitter[:, 2]
+    centre = places[[scene.place for scene in scenes]] + (jitter[:, :2] - 0.5) * CENTRE_SPREAD
+    radius = torch.lerp(*torch.tensor(RADII), jitter[:, 2])
     side = crop or size
     if crop:  # the window's centre lies within about a radius and a half of the shape's
         start = (centre + (jitter[:, 3:] - 0.5) * 3 * radius[:, None]) * size - crop / 2

@@ -134,9 +134,9 @@ def batch_loss(pipe: FluxPipeline, bank: Bank, size: int, rng: random.Random) ->
 
 
 def rate_factor(step: int, progress: float) -> float:
-    """Warm-up over 200 steps, then constant, then a cosine decay over the last three quarters of the time."""
+    """Warm-up over 100 steps, then constant, then a cosine decay over the last three quarters of the time."""
     decay = 0.5 * (1 + math.cos(math.pi * max(0.0, progress - 0.25) / 0.75))
-    return min(1.0, (step + 1) / 200) * (0.01 + 0.99 * decay)
+    return min(1.0, (step + 1) / 100) * (0.01 + 0.99 * decay)
 
 
 def build_optimizers(transformer: FluxTransformer2DModel) -> list[torch.optim.Optimizer]:
