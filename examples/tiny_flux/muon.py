@@ -48,6 +48,8 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, parameter: torch.nn.Parameter, momentum: float) -> torch.Tensor:
         """Nesterov's momentum of one matrix, after its buffer has taken the gradient in."""
         state = self.state[parameter]
-        buffer = state.setdefault("buffer", torch.zeros_like(parameter))
+        if "buffer" not in state:
+            state["buffer"] = torch.zeros_like(parameter)
+        buffer = state["buffer"]
         buffer.lerp_(parameter.grad, 1 - momentum)
         return parameter.grad.lerp(buffer, momentum)
