@@ -9,16 +9,15 @@ fixed. PSNR is that of the decoded pictures as floats in 0..1, before they are r
 """
 
 import argparse
-import functools
+import contextlib
 import json
 import math
-import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402 - after the path of the next import
 from shapes import all_scenes, caption  # noqa: E402
+from workers import Workers  # noqa: E402
 
 from xpar import EngineConfig, Parallel  # noqa: E402
 
@@ -123,7 +123,7 @@ def run_share(args: argparse.Namespace, indices: range) -> Outcome:
     pipe, captions = load(args.pipeline), prompts(args.prompts)
     plain = [paint(pipe, args, index, captions[index]) for index in indices]
     references = [picture for picture, _ in plain]
-    on_sheet = len([index for index in indices if index < args.sheet])
+    on_sheet = sum(index < args.sheet for index in indices)
     outcome = Outcome([], [second for _, second in plain], {"one process": references[:on_sheet]})
     for patches in args.patches:
         for warmup in args.warmups:
@@ -141,8 +141,15 @@ def run_share(args: argparse.Namespace, indices: range) -> Outcome:
 def run(args: argparse.Namespace) -> Outcome:
     """Paint every prompt in every setting, on as many processes as asked."""
     bounds = [args.prompts * i // args.processes for i in range(args.processes + 1)]
-    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-        first, *others = pool.map(functools.partial(run_share, args), map(range, bounds[:-1], bounds[1:]))
+    with contextlib.ExitStack() as stack:
+        # each is alone, no rank of a world: the processes paint different prompts
+        workers = [
+            stack.enter_context(Workers(1, threads=args.threads, limit=args.limit)) for _ in range(args.processes)
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(args.processes))
+        shares = map(range, bounds[:-1], bounds[1:])
+        answers = pool.map(lambda worker, share: worker.call(run_share, args, share), workers, shares)
+        first, *others = (outcome for (outcome,) in answers)
     for other in others:
         first.extend(other)
     return first
@@ -238,6 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--processes", type=int, default=2, help="that share the prompts")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds until the processes count as hung")
     parser.add_argument("--sheet", type=int, default=4, help="prompts on the contact sheet; 0 for none")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()

@@ -280,15 +280,15 @@ def settings(args: argparse.Namespace) -> str:
 def table(chosen: dict[str, Method], rows: dict[str, Row]) -> str:
     """The results as a markdown table."""
     lines = [
-        "| method | processes x threads | seconds | speedup (median) | min..max | bound | relative error |",
-        "|---|---|---|---|---|---|---|",
+        "| method | processes x threads | seconds | speedup (median) | min..max | fastest | bound | relative error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, method in chosen.items():
-        row = rows[name]
+        row, baseline = rows[name], rows[method.baseline]
         lines.append(
             f"| {method.label} | {method.ranks} x {method.threads} | {statistics.median(row.seconds):.2f} "
             f"| {statistics.median(row.ratios):.3f} | {min(row.ratios):.3f}..{max(row.ratios):.3f} "
-            f"| {method.bound:.3f} | {row.error:.1e} |"
+            f"| {min(baseline.seconds) / min(row.seconds):.3f} | {method.bound:.3f} | {row.error:.1e} |"
         )
     return "\n".join(lines)
 
@@ -298,8 +298,10 @@ def report(args: argparse.Namespace, chosen: dict[str, Method], rows: dict[str, 
     return (
         f"{table(chosen, rows)}\n\n{settings(args)}.\n\n{hardware()}; load average before the run {load:.2f}.\n\n"
         "Speedup: seconds of the one-thread run of the same round over seconds of the method; the median, smallest and "
-        "largest over the rounds. Relative error: against one process, of what the denoiser added to the noise (random "
-        "weights, so that of pipefusion says nothing about pictures: see quality.md).\n"
+        "largest over the rounds. Fastest: the fastest one-thread run of all rounds over the fastest of the method, "
+        "which the neighbours on a shared machine disturb least. Relative error: against one process, of what the "
+        "denoiser added to the noise (random weights, so that of pipefusion says nothing about pictures: see "
+        "quality.md).\n"
     )
 
 
