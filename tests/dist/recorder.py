@@ -56,9 +56,9 @@ def recorded() -> Iterator[Recorder]:
         recorder.add("broadcast", tensor.numel())
         return broadcast(tensor, *args, **kwargs)
 
-    def count_send(self: Channel, x: Any, stage: int) -> None:
+    def count_send(self: Channel, x: Any, *args: Any) -> None:
         recorder.add("send", x.numel())
-        send(self, x, stage)
+        send(self, x, *args)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(dist, "all_to_all_single", count_all_to_all))

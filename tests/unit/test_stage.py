@@ -64,7 +64,7 @@ def test_a_stage_knows_its_blocks() -> None:
     assert [stage.owner(index) for index in (0, 2, 3, 8)] == [0, 0, 1, 2]
     assert not stage.is_last and Stage(2, (0, 3, 5, 9)).is_last
     with pytest.raises(ConfigError, match="no neighbour"):
-        stage.send({"x": torch.zeros(1)})
+        stage.send({"x": torch.zeros(1)}, "the sequence")
 
 
 def test_a_freed_block_keeps_its_keys_and_survives_a_move() -> None:

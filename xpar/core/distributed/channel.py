@@ -27,12 +27,15 @@ class Channel:
         self.group, self.keep = group, keep
         self._sends: deque[NamedWork] = deque()
 
-    def send(self, x: torch.Tensor, stage: int) -> None:
-        """Start to send a tensor to a stage of the group; it must not be written to afterwards."""
-        x = x.contiguous()
-        with named("send", self.group, stage):
+    def send(self, x: torch.Tensor, stage: int, what: str = "a message") -> None:
+        """Start to send a tensor to a stage of the group; it must not be written to afterwards.
+
+        `what` names it, should it never leave.
+        """
+        x, operation = x.contiguous(), f"send of {what}"
+        with named(operation, self.group, stage):
             work = cast(Work, dist.isend(x, group=self.group, group_dst=stage))  # None: this rank is not in the group
-        self._sends.append(NamedWork(work, "send", self.group, stage, (x,)))
+        self._sends.append(NamedWork(work, operation, self.group, stage, (x,)))
         while len(self._sends) > self.keep:
             self._sends.popleft().wait()
 

@@ -74,14 +74,14 @@ class ShardedBlock:
         What `forward` adds between blocks (ControlNet residuals) is thus done by the stage before the boundary.
         """
         names = self.plan.streams
+        what = "the sequence" if flow.view.patch is None else f"patch {flow.view.patch}"
         if self.stage.index > 0 and self.stage.owns(self.index) and not flow.received:
-            what = "the sequence" if flow.view.patch is None else f"patch {flow.view.patch}"
             arguments.update(self.stage.receive({name: arguments.get(name) for name in names}, what))
             flow.received = True
             flow.observe("received", [arguments.get(name) for name in names])
         elif self.index >= self.stage.stop and not flow.sent:
             flow.observe("sent", [arguments.get(name) for name in names])
-            self.stage.send({name: arguments.get(name) for name in names})
+            self.stage.send({name: arguments.get(name) for name in names}, what)
             flow.sent = True
 
     def _named(self, result: Any) -> dict[str, Any]:

@@ -55,9 +55,9 @@ class Stage:
         """The stage that executes a block."""
         return next(stage for stage, stop in enumerate(self.bounds[1:]) if block < stop)
 
-    def send(self, streams: dict[str, torch.Tensor | None]) -> None:
+    def send(self, streams: dict[str, torch.Tensor | None], what: str) -> None:
         """Send the streams to the next stage, packed into one message."""
-        self._channel.send(torch.cat([x.reshape(-1) for x in streams.values() if x is not None]), self.index + 1)
+        self._channel.send(torch.cat([x.reshape(-1) for x in streams.values() if x is not None]), self.index + 1, what)
 
     def receive(self, like: dict[str, torch.Tensor | None], what: str) -> dict[str, torch.Tensor | None]:
         """Receive the streams from the previous stage; `like` has their shapes, which every stage knows."""

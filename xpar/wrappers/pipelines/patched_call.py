@@ -115,7 +115,7 @@ class PatchedCall:
         if self.back is None:
             return result
         if transformer.stage.is_last:
-            self._send_back(torch.cat([x.reshape(-1) for x in tensors_of(result)]))
+            self._send_back(torch.cat([x.reshape(-1) for x in tensors_of(result)]), "the prediction")
             return result
         outputs = tensors_of(result)
         message = outputs[0].new_empty(sum(x.numel() for x in outputs))
@@ -145,17 +145,18 @@ class PatchedCall:
     def _exchange(
         self, transformer: ParallelTransformer, regions: Regions, outputs: list[torch.Tensor], patch: int
     ) -> tuple[torch.Tensor, NamedWork | None]:
+        what = f"the prediction of patch {patch}"
         if self.back is not None and not transformer.stage.is_last:
             values = outputs[0].new_empty(regions.size(patch))
-            return values, self.back.receive(values, self.stages - 1, f"the prediction of patch {patch}")
+            return values, self.back.receive(values, self.stages - 1, what)
         values = regions.take(outputs, patch)
         if self.back is not None:
-            self._send_back(values)
+            self._send_back(values, what)
         return values, None
 
-    def _send_back(self, values: torch.Tensor) -> None:
+    def _send_back(self, values: torch.Tensor, what: str) -> None:
         for stage in range(self.stages - 1):
-            self.back.send(values, stage)  # type: ignore[union-attr]
+            self.back.send(values, stage, what)  # type: ignore[union-attr]
 
     def _newest(self, key: CallKey) -> Any:
         return map_tensors(torch.Tensor.clone, self._predictions[key])
