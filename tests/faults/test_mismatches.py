@@ -204,7 +204,7 @@ def refuse_then_call(seconds: float) -> tuple[Answer, float, Answer]:
 
 def test_a_rank_that_refuses_a_call_alone_and_makes_the_next(pool2: RankPool) -> None:
     """The ranks number their calls differently then, until they agree on the next."""
-    results = pool2.run(refuse_then_call, 1.2)
+    results = pool2.run(refuse_then_call, 2.0)
     assert results[1][0].kind == "TypeError"
     for _, error, cancelled in results:
         assert error == 0

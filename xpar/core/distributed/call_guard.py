@@ -24,7 +24,7 @@ __all__ = ["CallGuard"]
 
 logger = logging.getLogger(__name__)
 
-_REFUSAL_GRACE = 0.6  # seconds in which all ranks are expected to say what they were called with
+_REFUSAL_GRACE = 1.0  # seconds in which all ranks are expected to say what they were called with
 
 
 class CallGuard:

@@ -15,12 +15,13 @@ __all__ = ["Watcher", "report_dead"]
 
 _PATIENCE = 1.0  # seconds in which a rank that has refused a call may still come to say so
 _BEAT = 0.3  # seconds between two signs of life, and two looks at the others; each takes the core from the kernels
+_BEAT_BEFORE = 0.05  # while the call is being agreed on and no kernel runs: a rank that refuses it does not wait long
 
 
 class Watcher:
     """Looks at the failure board between `begin` and `end`, and breaks off all communication when a rank has failed.
 
-    A daemon thread, started with the first call. It sends a sign of life thrice a second, so that a rank whose
+    A daemon thread, started with the first call. It sends a sign of life at least thrice a second, so that a rank whose
     communication times out can say which rank it was waiting for.
 
     Args:
@@ -82,7 +83,7 @@ class Watcher:
                 self._break_off()
                 self._active.clear()
                 continue
-            time.sleep(_BEAT)
+            time.sleep(_BEAT_BEFORE if self._progress.phase in ("arguments", "agreement") else _BEAT)
 
     def _someone_failed(self) -> bool:
         if self._board.first() is not None or self._is_left_alone():
