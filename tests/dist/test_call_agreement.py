@@ -81,6 +81,20 @@ def test_a_rank_of_another_dtype_is_named(pool2: RankPool) -> None:
         assert "torch.bfloat16" in text and "load the same on every rank" in text
 
 
+def codes(latents: torch.Tensor) -> list[int]:
+    return CallHeader(1, {}, {"latents": latents}).codes()
+
+
+@pytest.mark.parametrize("size", [4, 1 << 17], ids=["small", "large"])
+def test_a_tensor_is_known_by_its_values_in_order_its_shape_and_its_dtype(size: int) -> None:
+    latents = torch.arange(size, dtype=torch.float32).view(2, -1)
+    changed = latents.clone()
+    changed[1, -1] += 0.5
+    others = [changed, latents.flip(0), latents.view(-1), latents.view(torch.int32), latents[:, :0], latents[0, 0]]
+    assert codes(latents.t().contiguous().t()) == codes(latents)
+    assert len({tuple(codes(x)) for x in (latents, *others)}) == 7
+
+
 def cost() -> float:
     """Milliseconds of one comparison, the median of many."""
     group = dist.new_group()

@@ -38,6 +38,7 @@ _NAMED = (
 )
 _OTHERS = "other arguments"
 _REFUSED = "refused with"
+_SMALL = 1 << 18  # bytes of a tensor that are hashed on the host, 0.2 ms at most; of a larger one its checksum is
 
 
 class CallHeader:
@@ -87,9 +88,10 @@ def agree_on_call(header: CallHeader, group: ProcessGroup | None) -> None:
     every = torch.empty(dist.get_world_size(group) * own.numel(), dtype=torch.int64)
     with named("the agreement on a call", group):
         dist.all_gather_single(every, own, group=group)
-    numbers, by_rank = every.view(-1, own.numel()).split((1, own.numel() - 1), dim=1)
-    header.number = int(numbers.max())
-    if bool((by_rank != by_rank[0]).any()):  # all ranks come here together, so they can tell each other their values
+    by_rank = every.view(-1, own.numel()).tolist()
+    header.number = max(number for number, *_ in by_rank)
+    if any(codes != by_rank[0][1:] for _, *codes in by_rank):
+        # All ranks come here together, so they can tell each other their values.
         shown: list[Any] = [None] * dist.get_world_size(group)
         with named("the agreement on a call", group):
             dist.all_gather_object(shown, header.shown(), group=group)
@@ -142,8 +144,8 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(struct.pack("<d", value))
     elif torch.is_tensor(value):
         digest.update(repr((tuple(value.shape), str(value.dtype))).encode())
-        if value.numel():
-            digest.update(struct.pack("<Q", int(sum_of_bits(value))))
+        small = value.nbytes <= _SMALL
+        digest.update(_bits(value).cpu().numpy() if small else struct.pack("<Q", int(sum_of_bits(value))))
     elif isinstance(value, torch.Generator):
         digest.update(value.get_state().numpy().tobytes())
     elif isinstance(value, Mapping):
@@ -160,6 +162,10 @@ def _feed(digest: Any, value: Any) -> None:
 
 def sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     """A checksum of a tensor's bits, computed where the tensor is; the position of each element counts."""
-    bits = value.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    bits = _bits(value).to(torch.int64)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2654435761 % 1000003
     return (bits * weights).sum() & (2**62 - 1)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().contiguous().view(-1).view(torch.uint8)
